@@ -1,0 +1,102 @@
+"""What the user can choose: :class:`FusionConfig`, its environment variables, and the active one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields
+
+from moe_fusion.errors import ConfigError
+
+ENV_PREFIX = "MOE_FUSION_"
+TAIL_KINDS = ("unfinalized", "finalized")
+
+
+def _env(name: str) -> str | None:
+    return os.environ.get(ENV_PREFIX + name.upper())
+
+
+def _env_token_ceiling() -> int | None:
+    text = _env("token_ceiling")
+    if text is None:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{ENV_PREFIX}TOKEN_CEILING", "a whole number of tokens", text) from None
+
+
+def _env_fuse() -> tuple[str, ...]:
+    text = _env("fuse")
+    if text is None:
+        return TAIL_KINDS
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _env_strict() -> bool:
+    text = _env("strict")
+    if text is None:
+        return False
+    words = {"1": True, "true": True, "0": False, "false": False}
+    if text.lower() not in words:
+        raise ConfigError(f"{ENV_PREFIX}STRICT", "0, 1, true or false", text)
+    return words[text.lower()]
+
+
+@dataclass(frozen=True)
+class FusionConfig:
+    """What to fuse, and up to which size.
+
+    A field that is not given takes its value from its environment variable, ``MOE_FUSION_`` and the
+    field's name in capitals, and without one from the default. An unknown ``MOE_FUSION_*`` variable
+    is an error, since a misspelt one would otherwise be ignored in silence.
+
+    Attributes:
+        token_ceiling: the largest number of tokens T for which a tail is fused, in tokens. ``None``
+            takes the measured table of :mod:`moe_fusion.limits`. 0 fuses nothing.
+        fuse: which tails to fuse: ``"unfinalized"`` (a MoE tail whose top-k reduction is fused too)
+            and ``"finalized"`` (an all_reduce of [T, H] rows: attention, a dense MLP, the embedding,
+            or a MoE whose finalize was not recognised). ``MOE_FUSION_FUSE=unfinalized,finalized``.
+        strict: a refused tail whose partial comes from a MoE producer raises ``UnfusedTailError`` at
+            compile time instead of being counted. ``MOE_FUSION_STRICT=1``.
+
+    Raises:
+        ConfigError: a field or variable has a wrong value, or a variable is unknown.
+    """
+
+    token_ceiling: int | None = field(default_factory=_env_token_ceiling)
+    fuse: tuple[str, ...] = field(default_factory=_env_fuse)
+    strict: bool = field(default_factory=_env_strict)
+
+    def __post_init__(self) -> None:
+        """Validate every field and the names of the environment variables."""
+        _reject_unknown_variables(tuple(f.name for f in fields(self)))
+        ceiling = self.token_ceiling
+        if ceiling is not None and (not isinstance(ceiling, int) or ceiling < 0):
+            raise ConfigError("token_ceiling", "None or an int >= 0, in tokens", ceiling)
+        object.__setattr__(self, "fuse", tuple(self.fuse))
+        if not set(self.fuse) <= set(TAIL_KINDS):
+            raise ConfigError("fuse", f"a selection of {TAIL_KINDS}", self.fuse)
+        if not isinstance(self.strict, bool):
+            raise ConfigError("strict", "a bool", self.strict)
+
+
+def _reject_unknown_variables(known: tuple[str, ...]) -> None:
+    names = {ENV_PREFIX + name.upper() for name in known}
+    for variable in sorted(os.environ):
+        if variable.startswith(ENV_PREFIX) and variable not in names:
+            raise ConfigError(variable, f"one of {', '.join(sorted(names))}", "an unknown variable")
+
+
+_active: FusionConfig | None = None
+
+
+def active_config() -> FusionConfig:
+    """The configuration in force: that of ``install`` or ``fusing``, else the defaults."""
+    return _active or FusionConfig()
+
+
+def set_active_config(config: FusionConfig | None) -> FusionConfig | None:
+    """Make ``config`` the active one (``None``: the defaults) and return the previous one."""
+    global _active  # noqa: PLW0603 - one process has one configuration, whichever thread compiles
+    previous, _active = _active, config
+    return previous

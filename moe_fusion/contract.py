@@ -1,0 +1,292 @@
+"""The un-reduced MoE output, and the arguments of one tail.
+
+Shape legend: T num_tokens, K top_k, H hidden_dim, R rows of GEMM2's output (padded, never read as a
+size), W world size of the tensor-parallel group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from moe_fusion.limits import DTYPES
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"[{', '.join(str(size) for size in tensor.shape)}]"
+
+
+def _expect_float(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in DTYPES:
+        raise TypeError(f"{name}: expected dtype in {DTYPES}, got {tensor.dtype}")
+
+
+def _expect_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name}: expected dtype {dtype}, got {tensor.dtype}")
+
+
+def _expect_rank(name: str, tensor: Tensor, legend: str) -> None:
+    if tensor.dim() != legend.count(",") + 1:
+        raise ValueError(f"{name}: expected shape {legend}, got {_shape(tensor)}")
+
+
+def _expect_shape(name: str, tensor: Tensor, legend: str, *sizes: int | torch.SymInt) -> None:
+    _expect_rank(name, tensor, legend)
+    if any(got != want for got, want in zip(tensor.shape, sizes, strict=True)):
+        wanted = ", ".join(str(size) for size in sizes)
+        raise ValueError(f"{name}: expected shape {legend} = [{wanted}], got {_shape(tensor)}")
+
+
+def _expect_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+
+
+def _expect_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected device {device} (that of the rows), got {tensor.device}")
+
+
+def _check_routing(rows: Tensor, weights: Tensor, permutation: Tensor | None) -> None:
+    """Check [T,K] weights and map against [R,H] rows."""
+    _expect_float("expert_weights", weights)
+    _expect_rank("expert_weights", weights, "[T, K]")
+    _expect_device("expert_weights", weights, rows.device)
+    if permutation is not None:
+        name = "expanded_idx_to_permuted_idx"
+        _expect_dtype(name, permutation, torch.int32)
+        _expect_shape(name, permutation, "[T, K]", *weights.shape)
+        _expect_device(name, permutation, rows.device)
+    elif rows.shape[0] < weights.shape[0] * weights.shape[1]:
+        raise ValueError(
+            "routed: expected at least T * K = "
+            f"{weights.shape[0] * weights.shape[1]} token-major rows without a map, got {_shape(rows)}"
+        )
+
+
+@dataclass(frozen=True)
+class UnfinalizedMoEOutput:
+    """GEMM2's permuted rows, before the top-k reduction.
+
+    ``finalize[t] = sum_k expert_weights[t, k] * gemm2_permuted[expanded_idx_to_permuted_idx[t, k]]``,
+    where -1 means that the expert is not on this rank: no row is read for it.
+
+    Attributes:
+        gemm2_permuted: [R, H] bf16, fp16 or fp32; last dim contiguous, row stride free.
+        expert_weights: [T, K] bf16, fp16 or fp32, read in its own dtype.
+        expanded_idx_to_permuted_idx: [T, K] int32, each -1 or in [0, R).
+
+    Raises:
+        TypeError: a field is not a tensor, or its dtype is wrong.
+        ValueError: a shape, the last dim's stride or a device is wrong.
+    """
+
+    gemm2_permuted: Tensor
+    expert_weights: Tensor
+    expanded_idx_to_permuted_idx: Tensor
+
+    def __post_init__(self) -> None:
+        """Validate kinds, shapes, dtypes and devices."""
+        for name in ("gemm2_permuted", "expert_weights", "expanded_idx_to_permuted_idx"):
+            _expect_tensor(name, getattr(self, name))
+        rows = self.gemm2_permuted
+        _expect_float("gemm2_permuted", rows)
+        _expect_rank("gemm2_permuted", rows, "[R, H]")
+        if rows.stride(1) != 1:
+            raise ValueError(
+                f"gemm2_permuted: expected a contiguous last dim (stride 1), got strides {rows.stride()}"
+            )
+        _check_routing(rows, self.expert_weights, self.expanded_idx_to_permuted_idx)
+
+    def finalize(self) -> Tensor:
+        """The top-k reduction in plain torch: [T, H] fp32."""
+        index = self.expanded_idx_to_permuted_idx
+        present = index >= 0
+        rows = self.gemm2_permuted[torch.where(present, index, 0)].float()
+        rows = torch.where(present.unsqueeze(-1), rows, 0.0)
+        return (rows * self.expert_weights.float().unsqueeze(-1)).sum(1)
+
+
+@dataclass(frozen=True)
+class MoEOutput:
+    """What an un-reduced MoE layer returns: this rank's addend, still open.
+
+    Attributes:
+        routed: the routed experts, [T, H] or an :class:`UnfinalizedMoEOutput`.
+        shared_output: [T, H], the shared expert's partial, or None.
+        routed_scaling_factor: multiplies the routed experts only, never the shared expert.
+
+    Raises:
+        TypeError: a field has a wrong kind or dtype.
+        ValueError: a shape or device is wrong.
+    """
+
+    routed: Tensor | UnfinalizedMoEOutput
+    shared_output: Tensor | None = None
+    routed_scaling_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Validate kinds, shapes, dtypes and devices."""
+        if not isinstance(self.routed, UnfinalizedMoEOutput):
+            _expect_tensor("routed", self.routed)
+            _expect_float("routed", self.routed)
+            _expect_rank("routed", self.routed, "[T, H]")
+        if not isinstance(self.routed_scaling_factor, (int, float)):
+            got = type(self.routed_scaling_factor).__name__
+            raise TypeError(f"routed_scaling_factor: expected a float, got {got}")
+        if self.shared_output is not None:
+            _expect_tensor("shared_output", self.shared_output)
+            _expect_dtype("shared_output", self.shared_output, self.dtype)
+            sizes = (self.num_tokens, self.hidden_dim)
+            _expect_shape("shared_output", self.shared_output, "[T, H]", *sizes)
+            _expect_device("shared_output", self.shared_output, self._rows.device)
+
+    @property
+    def _rows(self) -> Tensor:
+        routed = self.routed
+        return routed.gemm2_permuted if isinstance(routed, UnfinalizedMoEOutput) else routed
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        routed = self.routed
+        if isinstance(routed, UnfinalizedMoEOutput):
+            return routed.expert_weights.shape[0]
+        return routed.shape[0]
+
+    @property
+    def hidden_dim(self) -> int:
+        """H."""
+        return self._rows.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The activation dtype."""
+        return self._rows.dtype
+
+    def finalize(self) -> Tensor:
+        """This rank's partial in plain torch: [T, H] in the activation dtype.
+
+        ``routed_scaling_factor * finalize + shared_output``, summed in fp32 and rounded once. The
+        caller's all_reduce, residual add and RMSNorm close the tail; the pass recognises this form.
+        """
+        routed = self.routed
+        total = routed.finalize() if isinstance(routed, UnfinalizedMoEOutput) else routed.float()
+        total = total * self.routed_scaling_factor
+        if self.shared_output is not None:
+            total = total + self.shared_output.float()
+        return total.to(self.dtype)
+
+
+def _register_pytree(cls: type, *names: str, static: tuple[str, ...] = ()) -> None:
+    """Register ``cls`` as a pytree node; unflattening does not validate, as leaves may be anything."""
+
+    def flatten(value: object) -> tuple[list[object], list[object]]:
+        children = [getattr(value, name) for name in names]
+        return children, [getattr(value, name) for name in static]
+
+    def unflatten(children: object, context: object) -> object:
+        value = object.__new__(cls)
+        pairs = zip((*names, *static), (*children, *context), strict=True)  # type: ignore[misc]
+        for name, child in pairs:
+            object.__setattr__(value, name, child)
+        return value
+
+    def flatten_with_keys(value: object) -> tuple[list[tuple[object, object]], list[object]]:
+        children, context = flatten(value)
+        keys = [pytree.GetAttrKey(name) for name in names]
+        return list(zip(keys, children, strict=True)), context
+
+    pytree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=f"moe_fusion.{cls.__name__}",
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+
+
+_register_pytree(
+    UnfinalizedMoEOutput, "gemm2_permuted", "expert_weights", "expanded_idx_to_permuted_idx"
+)
+_register_pytree(MoEOutput, "routed", "shared_output", static=("routed_scaling_factor",))
+
+
+@dataclass(frozen=True)
+class TailArguments:
+    """One rank's arguments of the fused op, in its order, without the group.
+
+    The fields are those of ``moe_fusion::finalize_allreduce_rms_norm``: see
+    :mod:`moe_fusion.op`, where each has its shape and meaning.
+    """
+
+    routed: Tensor
+    expert_weights: Tensor | None = None
+    expanded_idx_to_permuted_idx: Tensor | None = None
+    shared_output: Tensor | None = None
+    replicated_output: Tensor | None = None
+    residual: Tensor | None = None
+    norm_weight: Tensor | None = None
+    eps: float = 1e-6
+    weight_bias: float = 0.0
+    routed_scaling_factor: float = 1.0
+    output_scale: float = 1.0
+
+    @property
+    def num_tokens(self) -> int:
+        """T; never taken from R, which is padded."""
+        rows = self.routed if self.expert_weights is None else self.expert_weights
+        return rows.shape[0]
+
+    @property
+    def hidden_dim(self) -> int:
+        """H."""
+        return self.routed.shape[1]
+
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        """The dtype of ``residual_out``: that of the residual, else the activation dtype."""
+        return self.routed.dtype if self.residual is None else self.residual.dtype
+
+    def check(self) -> None:
+        """Validate every field.
+
+        Raises:
+            TypeError: a dtype is wrong.
+            ValueError: a shape, a device, a combination of fields or ``eps`` is wrong.
+        """
+        _expect_float("routed", self.routed)
+        _expect_rank("routed", self.routed, "[R, H]")
+        if self.expert_weights is not None:
+            _check_routing(self.routed, self.expert_weights, self.expanded_idx_to_permuted_idx)
+        elif self.expanded_idx_to_permuted_idx is not None:
+            raise ValueError(
+                "expanded_idx_to_permuted_idx: expected None without expert_weights, got a tensor"
+            )
+        self._check_addends()
+        if self.norm_weight is not None:
+            _expect_float("norm_weight", self.norm_weight)
+            _expect_shape("norm_weight", self.norm_weight, "[H]", self.hidden_dim)
+            _expect_device("norm_weight", self.norm_weight, self.routed.device)
+        elif self.weight_bias != 0.0:
+            raise ValueError(
+                f"weight_bias: expected 0.0 without norm_weight, got {self.weight_bias}"
+            )
+        if self.eps < 0.0:
+            raise ValueError(f"eps: expected a float >= 0, got {self.eps}")
+
+    def _check_addends(self) -> None:
+        for name in ("shared_output", "replicated_output", "residual"):
+            tensor = getattr(self, name)
+            if tensor is None:
+                continue
+            if name == "residual":
+                _expect_float(name, tensor)
+            else:
+                _expect_dtype(name, tensor, self.routed.dtype)
+            _expect_shape(name, tensor, "[T, H]", self.num_tokens, self.hidden_dim)
+            _expect_device(name, tensor, self.routed.device)

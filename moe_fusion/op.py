@@ -1,0 +1,80 @@
+"""``torch.ops.moe_fusion.finalize_allreduce_rms_norm``: the tail of a MoE layer as one op.
+
+In this order, T num_tokens, K top_k, H hidden_dim, R padded rows, W world size::
+
+    partial      = routed_scaling_factor * finalize(routed, ...) + shared_output
+    y            = output_scale * all_reduce(partial) + replicated_output
+    residual_out = residual + y
+    norm_out     = residual_out * rsqrt(mean(residual_out ** 2) + eps) * (weight_bias + norm_weight)
+
+The op is functional: both outputs are fresh and contiguous, never a view of an input. ``norm_out`` has
+the activation dtype (that of ``routed``), ``residual_out`` the residual's (without one, the activation
+dtype). Numerics are those of :mod:`moe_fusion.reference`.
+
+Errors: ``TypeError`` for a dtype, ``ValueError`` for a shape, a device or an unknown group, each with
+what was expected and what was got.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_fusion import reference
+from moe_fusion.contract import TailArguments
+from moe_fusion.errors import InferenceOnlyError
+from moe_fusion.topology import resolve_group
+
+NAME = "moe_fusion::finalize_allreduce_rms_norm"
+
+_library = torch.library.Library("moe_fusion", "DEF")
+_library.define(
+    "finalize_allreduce_rms_norm("
+    "Tensor routed, "  # [R,H] rows when expert_weights is given, else [T,H] finalized
+    "Tensor? expert_weights, "  # [T,K]
+    "Tensor? expanded_idx_to_permuted_idx, "  # [T,K] int32; absent: rows are token-major [T*K,H]
+    "Tensor? shared_output, "  # [T,H] partial: added before the reduction
+    "Tensor? replicated_output, "  # [T,H] replicated: added after the reduction
+    "Tensor? residual, "  # [T,H]
+    "Tensor? norm_weight, "  # [H]
+    "float eps, "
+    "float weight_bias, "  # 1.0 is the Gemma (1 + w) form
+    "float routed_scaling_factor, "
+    "float output_scale, "  # multiplies the reduced sum
+    "str group_name"
+    ") -> (Tensor norm_out, Tensor residual_out)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+OP = torch.ops.moe_fusion.finalize_allreduce_rms_norm.default
+
+
+def _reference_kernel(*arguments: object) -> tuple[Tensor, Tensor]:
+    """Reference numerics around the group's own all_reduce, whatever its backend."""
+    *fields, group_name = arguments
+    args = TailArguments(*fields)  # type: ignore[arg-type]
+    args.check()
+    group = resolve_group(group_name)  # type: ignore[arg-type]
+    partial = reference.partial(args).to(args.routed.dtype)
+    if partial.shape[0]:
+        dist.all_reduce(partial, group=group)
+    norm_out, residual_out = reference.finish(partial, args)
+    return norm_out.contiguous(), residual_out.contiguous()
+
+
+def _fake_kernel(*arguments: object) -> tuple[Tensor, Tensor]:
+    args = TailArguments(*arguments[:-1])  # type: ignore[arg-type]
+    args.check()
+    shape = (args.num_tokens, args.hidden_dim)
+    norm_out = args.routed.new_empty(shape)
+    return norm_out, args.routed.new_empty(shape, dtype=args.residual_dtype)
+
+
+def _backward(*_: object) -> None:
+    raise InferenceOnlyError
+
+
+_library.impl("finalize_allreduce_rms_norm", _reference_kernel, "CPU")
+_library.impl("finalize_allreduce_rms_norm", _reference_kernel, "CUDA")
+torch.library.register_fake(NAME, _fake_kernel, lib=_library)
+torch.library.register_autograd(NAME, _backward, lib=_library)

@@ -1,1 +1,60 @@
-"""moe-fusion: the tail of a tensor-parallel MoE layer, fused by a torch.compile pass."""
+"""moe-fusion: the tail of a tensor-parallel MoE layer, fused by a torch.compile pass.
+
+    import moe_fusion
+    report = moe_fusion.install()
+    model = torch.compile(model)
+
+Importing this package needs torch alone; the pass, the op and everything below them are imported
+when they are first asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from moe_fusion.admission import admits
+from moe_fusion.config import FusionConfig
+from moe_fusion.contract import MoEOutput, UnfinalizedMoEOutput
+from moe_fusion.errors import (
+    ConfigError,
+    InferenceOnlyError,
+    MoEFusionError,
+    UnfusedTailError,
+)
+
+if TYPE_CHECKING:
+    from moe_fusion.passes.fusion_pass import MoEFusionPass
+    from moe_fusion.passes.install import fusing, install, uninstall
+    from moe_fusion.passes.report import FusionReport
+
+_LAZY = {
+    "FusionReport": "moe_fusion.passes.report",
+    "MoEFusionPass": "moe_fusion.passes.fusion_pass",
+    "fusing": "moe_fusion.passes.install",
+    "install": "moe_fusion.passes.install",
+    "uninstall": "moe_fusion.passes.install",
+}
+
+__all__ = [
+    "ConfigError",
+    "FusionConfig",
+    "FusionReport",
+    "InferenceOnlyError",
+    "MoEFusionError",
+    "MoEFusionPass",
+    "MoEOutput",
+    "UnfinalizedMoEOutput",
+    "UnfusedTailError",
+    "admits",
+    "fusing",
+    "install",
+    "uninstall",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the pass side of the package when one of its names is first used."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

@@ -1,7 +1,7 @@
 """What may be fused: a pure function of what all ranks share.
 
-Every rank reaches the same answer, since :func:`admit` reads its arguments only. Producers, the pass
-and the op ask this module and nothing else, so that the three can't disagree.
+Every rank reaches the same answer, since :func:`admit` reads its arguments only. Producers, the
+pass and the op ask this module and nothing else, so that the three can't disagree.
 """
 
 from __future__ import annotations

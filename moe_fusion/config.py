@@ -1,4 +1,4 @@
-"""What the user can choose: :class:`FusionConfig`, its environment variables, and the active one."""
+"""What the user can choose: :class:`FusionConfig` and its environment variables."""
 
 from __future__ import annotations
 
@@ -54,9 +54,11 @@ class FusionConfig:
         token_ceiling: the largest number of tokens T for which a tail is fused, in tokens. ``None``
             takes the measured table of :mod:`moe_fusion.limits`. 0 fuses nothing.
         fuse: which tails to fuse: ``"unfinalized"`` (a MoE tail whose top-k reduction is fused too)
-            and ``"finalized"`` (an all_reduce of [T, H] rows: attention, a dense MLP, the embedding,
-            or a MoE whose finalize was not recognised). ``MOE_FUSION_FUSE=unfinalized,finalized``.
-        strict: a refused tail whose partial comes from a MoE producer raises ``UnfusedTailError`` at
+            and ``"finalized"`` (an all_reduce of [T, H] rows: attention, a dense MLP, the
+            embedding, or a MoE whose finalize was not recognised).
+            ``MOE_FUSION_FUSE=unfinalized,finalized``.
+        strict: a refused tail whose partial comes from a MoE producer raises ``UnfusedTailError``
+            at
             compile time instead of being counted. ``MOE_FUSION_STRICT=1``.
 
     Raises:
@@ -97,6 +99,6 @@ def active_config() -> FusionConfig:
 
 def set_active_config(config: FusionConfig | None) -> FusionConfig | None:
     """Make ``config`` the active one (``None``: the defaults) and return the previous one."""
-    global _active  # noqa: PLW0603 - one process has one configuration, whichever thread compiles
+    global _active
     previous, _active = _active, config
     return previous

@@ -6,7 +6,9 @@ size), W world size of the tensor-parallel group.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +50,9 @@ def _expect_tensor(name: str, value: object) -> None:
 
 def _expect_device(name: str, tensor: Tensor, device: torch.device) -> None:
     if tensor.device != device:
-        raise ValueError(f"{name}: expected device {device} (that of the rows), got {tensor.device}")
+        raise ValueError(
+            f"{name}: expected device {device} (that of the rows), got {tensor.device}"
+        )
 
 
 def _check_routing(rows: Tensor, weights: Tensor, permutation: Tensor | None) -> None:
@@ -63,8 +67,8 @@ def _check_routing(rows: Tensor, weights: Tensor, permutation: Tensor | None) ->
         _expect_device(name, permutation, rows.device)
     elif rows.shape[0] < weights.shape[0] * weights.shape[1]:
         raise ValueError(
-            "routed: expected at least T * K = "
-            f"{weights.shape[0] * weights.shape[1]} token-major rows without a map, got {_shape(rows)}"
+            "routed: expected at least one row for each entry of expert_weights "
+            f"{_shape(weights)} when there is no map, got {_shape(rows)}"
         )
 
 
@@ -72,8 +76,8 @@ def _check_routing(rows: Tensor, weights: Tensor, permutation: Tensor | None) ->
 class UnfinalizedMoEOutput:
     """GEMM2's permuted rows, before the top-k reduction.
 
-    ``finalize[t] = sum_k expert_weights[t, k] * gemm2_permuted[expanded_idx_to_permuted_idx[t, k]]``,
-    where -1 means that the expert is not on this rank: no row is read for it.
+    ``finalize[t] = sum_k expert_weights[t, k] * gemm2_permuted[expanded_idx_to_permuted_idx[t,
+    k]]``, where -1 means that the expert is not on this rank: no row is read for it.
 
     Attributes:
         gemm2_permuted: [R, H] bf16, fp16 or fp32; last dim contiguous, row stride free.
@@ -98,7 +102,8 @@ class UnfinalizedMoEOutput:
         _expect_rank("gemm2_permuted", rows, "[R, H]")
         if rows.stride(1) != 1:
             raise ValueError(
-                f"gemm2_permuted: expected a contiguous last dim (stride 1), got strides {rows.stride()}"
+                "gemm2_permuted: expected a contiguous last dim (stride 1), "
+                f"got strides {rows.stride()}"
             )
         _check_routing(rows, self.expert_weights, self.expanded_idx_to_permuted_idx)
 
@@ -183,22 +188,25 @@ class MoEOutput:
 
 
 def _register_pytree(cls: type, *names: str, static: tuple[str, ...] = ()) -> None:
-    """Register ``cls`` as a pytree node; unflattening does not validate, as leaves may be anything."""
+    """Register ``cls`` as a pytree node.
 
-    def flatten(value: object) -> tuple[list[object], list[object]]:
+    Unflattening does not validate: pytree's users put anything in a leaf's place.
+    """
+
+    def flatten(value: Any) -> tuple[list[Any], list[Any]]:
         children = [getattr(value, name) for name in names]
         return children, [getattr(value, name) for name in static]
 
-    def unflatten(children: object, context: object) -> object:
-        value = object.__new__(cls)
-        pairs = zip((*names, *static), (*children, *context), strict=True)  # type: ignore[misc]
+    def unflatten(children: Iterable[Any], context: list[Any]) -> Any:
+        value: Any = object.__new__(cls)
+        pairs = zip((*names, *static), (*children, *context), strict=True)
         for name, child in pairs:
             object.__setattr__(value, name, child)
         return value
 
-    def flatten_with_keys(value: object) -> tuple[list[tuple[object, object]], list[object]]:
+    def flatten_with_keys(value: Any) -> tuple[list[tuple[pytree.KeyEntry, Any]], Any]:
         children, context = flatten(value)
-        keys = [pytree.GetAttrKey(name) for name in names]
+        keys: list[pytree.KeyEntry] = [pytree.GetAttrKey(name) for name in names]
         return list(zip(keys, children, strict=True)), context
 
     pytree.register_pytree_node(

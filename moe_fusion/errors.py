@@ -5,8 +5,8 @@
     +-- UnfusedTailError     (RuntimeError)  strict mode: a tail of a MoE producer was refused
     +-- InferenceOnlyError   (RuntimeError)  a gradient was asked of the fused op
 
-Wrong arguments to a function are plain ``TypeError`` (kind or dtype) and ``ValueError`` (shape, device
-or value), always with what was expected and what was got.
+Wrong arguments to a function are plain ``TypeError`` (kind or dtype) and ``ValueError`` (shape,
+device or value), always with what was expected and what was got.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ TOKEN_CEILING_MAX_TOKENS = 512
 # Source: the workspace for it at H = 16384, W = 8, fp32 is 3 x 256 MiB a rank.
 
 PARTIAL_CEILING_BYTES = {2: 2 << 20, 4: 1 << 20, 8: 256 << 10}
-# Source: bytes of one rank's partial [T, H] up to which a fused kernel was seen to win, by world size:
-# 2 and 4 from prototype timings on one H200 (T <= 128 and T <= 64 at H = 7168, bf16); 8 from vLLM
-# issue 44079, where the fused all-reduce-norm loses from 256 KiB on at TP 8 on H200.
+# Source: bytes of one rank's partial [T, H] up to which a fused kernel was seen to win, by world
+# size: 2 and 4 from prototype timings on one H200 (T <= 128 and T <= 64 at H = 7168, bf16); 8 from
+# vLLM issue 44079, where the fused all-reduce-norm loses from 256 KiB on at TP 8 on H200.
 
 
 def default_token_ceiling(world_size: int, hidden_dim: int, dtype: torch.dtype) -> int:

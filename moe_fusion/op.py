@@ -7,30 +7,31 @@ In this order, T num_tokens, K top_k, H hidden_dim, R padded rows, W world size:
     residual_out = residual + y
     norm_out     = residual_out * rsqrt(mean(residual_out ** 2) + eps) * (weight_bias + norm_weight)
 
-The op is functional: both outputs are fresh and contiguous, never a view of an input. ``norm_out`` has
-the activation dtype (that of ``routed``), ``residual_out`` the residual's (without one, the activation
-dtype). Numerics are those of :mod:`moe_fusion.reference`.
+The op is functional: both outputs are fresh and contiguous, never a view of an input. ``norm_out``
+has the activation dtype (that of ``routed``), ``residual_out`` the residual's (without one, the
+activation dtype). Numerics are those of :mod:`moe_fusion.reference`.
 
-Errors: ``TypeError`` for a dtype, ``ValueError`` for a shape, a device or an unknown group, each with
-what was expected and what was got.
+Errors: ``TypeError`` for a dtype, ``ValueError`` for a shape, a device or an unknown group, each
+    with what was expected and what was got.
 """
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_fusion import reference
 from moe_fusion.contract import TailArguments
 from moe_fusion.errors import InferenceOnlyError
 from moe_fusion.topology import resolve_group
 
-NAME = "moe_fusion::finalize_allreduce_rms_norm"
+_EPS = [field.name for field in fields(TailArguments)].index("eps")
 
-_library = torch.library.Library("moe_fusion", "DEF")
-_library.define(
-    "finalize_allreduce_rms_norm("
+_OPERANDS = (
     "Tensor routed, "  # [R,H] rows when expert_weights is given, else [T,H] finalized
     "Tensor? expert_weights, "  # [T,K]
     "Tensor? expanded_idx_to_permuted_idx, "  # [T,K] int32; absent: rows are token-major [T*K,H]
@@ -38,33 +39,60 @@ _library.define(
     "Tensor? replicated_output, "  # [T,H] replicated: added after the reduction
     "Tensor? residual, "  # [T,H]
     "Tensor? norm_weight, "  # [H]
-    "float eps, "
+)
+_SCALARS = (
     "float weight_bias, "  # 1.0 is the Gemma (1 + w) form
     "float routed_scaling_factor, "
     "float output_scale, "  # multiplies the reduced sum
-    "str group_name"
-    ") -> (Tensor norm_out, Tensor residual_out)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    "str group_name) -> (Tensor norm_out, Tensor residual_out)"
 )
+_OVERLOADS = {
+    "": "float eps, ",
+    # Under dynamic=True Dynamo makes a model's eps an input of the graph: a 0-d tensor in host
+    # memory.
+    ".eps_tensor": "Tensor eps, ",
+}
+
+_library = torch.library.Library("moe_fusion", "DEF")
+for _overload, _eps in _OVERLOADS.items():
+    _library.define(
+        f"finalize_allreduce_rms_norm{_overload}({_OPERANDS}{_eps}{_SCALARS}",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
 OP = torch.ops.moe_fusion.finalize_allreduce_rms_norm.default
+OP_EPS_TENSOR = torch.ops.moe_fusion.finalize_allreduce_rms_norm.eps_tensor
 
 
-def _reference_kernel(*arguments: object) -> tuple[Tensor, Tensor]:
-    """Reference numerics around the group's own all_reduce, whatever its backend."""
-    *fields, group_name = arguments
-    args = TailArguments(*fields)  # type: ignore[arg-type]
+def _arguments(*operands: object) -> TailArguments:
+    """The checked operands; an ``eps`` that is a tensor is read."""
+    values = list(operands)
+    eps = values[_EPS]
+    if isinstance(eps, Tensor):
+        if eps.dim() != 0 or eps.device.type != "cpu":
+            raise ValueError(
+                "eps: expected a float or a 0-d CPU tensor, "
+                f"got shape {list(eps.shape)} on {eps.device}"
+            )
+        # A fake tensor holds no number, and none is needed for the outputs' shapes.
+        values[_EPS] = 0.0 if isinstance(eps, FakeTensor) or eps.is_meta else eps.item()
+    args = TailArguments(*values)  # type: ignore[arg-type]
     args.check()
-    group = resolve_group(group_name)  # type: ignore[arg-type]
-    partial = reference.partial(args).to(args.routed.dtype)
+    return args
+
+
+def _reference_kernel(*operands: object) -> tuple[Tensor, Tensor]:
+    """Reference numerics around the group's own all_reduce, whatever its backend."""
+    args = _arguments(*operands[:-1])
+    group = resolve_group(operands[-1])  # type: ignore[arg-type]
+    partial = reference.partial(args).to(args.routed.dtype).contiguous()
     if partial.shape[0]:
         dist.all_reduce(partial, group=group)
     norm_out, residual_out = reference.finish(partial, args)
     return norm_out.contiguous(), residual_out.contiguous()
 
 
-def _fake_kernel(*arguments: object) -> tuple[Tensor, Tensor]:
-    args = TailArguments(*arguments[:-1])  # type: ignore[arg-type]
-    args.check()
+def _fake_kernel(*operands: object) -> tuple[Tensor, Tensor]:
+    args = _arguments(*operands[:-1])
     shape = (args.num_tokens, args.hidden_dim)
     norm_out = args.routed.new_empty(shape)
     return norm_out, args.routed.new_empty(shape, dtype=args.residual_dtype)
@@ -74,7 +102,9 @@ def _backward(*_: object) -> None:
     raise InferenceOnlyError
 
 
-_library.impl("finalize_allreduce_rms_norm", _reference_kernel, "CPU")
-_library.impl("finalize_allreduce_rms_norm", _reference_kernel, "CUDA")
-torch.library.register_fake(NAME, _fake_kernel, lib=_library)
-torch.library.register_autograd(NAME, _backward, lib=_library)
+for _overload in _OVERLOADS:
+    _name = f"finalize_allreduce_rms_norm{_overload}"
+    _library.impl(_name, _reference_kernel, "CPU")
+    _library.impl(_name, _reference_kernel, "CUDA")
+    torch.library.register_fake(f"moe_fusion::{_name}", _fake_kernel, lib=_library)
+    torch.library.register_autograd(f"moe_fusion::{_name}", _backward, lib=_library)

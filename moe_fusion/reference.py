@@ -1,12 +1,14 @@
 """The tail in plain torch: the specification, the CPU kernel and the only oracle.
 
-Numerics: all sums in fp32; a rank's partial is rounded once to the activation dtype when it is sent;
-ranks are added in rank order in fp32 and the sum is rounded once to the activation dtype, as an
-all_reduce's output is; ``residual_out`` is rounded once, to the residual's dtype, and the norm reads
-the rounded value; weight and bias are applied in fp32 and ``norm_out`` is rounded once.
+Numerics: all sums in fp32; a rank's partial is rounded once to the activation dtype when it is
+    sent; ranks are added in rank order in fp32 and the sum is rounded once to the activation dtype,
+    as an all_reduce's output is; ``residual_out`` is rounded once, to the residual's dtype, and the
+    norm reads the rounded value; weight and bias are applied in fp32 and ``norm_out`` is rounded
+    once.
 
-With ``compute_dtype=torch.float64`` every function computes in fp64 and, as no rounding step applies
-to an exact oracle, :func:`tail` rounds nothing: that is what tests and benchmarks compare with.
+With ``compute_dtype=torch.float64`` every function computes in fp64 and, as no rounding step
+applies to an exact oracle, :func:`tail` rounds nothing: that is what tests and benchmarks compare
+with.
 
 Shape legend: T num_tokens, K top_k, H hidden_dim, R rows of GEMM2's output.
 """
@@ -42,7 +44,8 @@ def finalize(
     total = routed.new_zeros((num_tokens, routed.shape[1]), dtype=compute_dtype)
     for k in range(top_k):
         if expanded_idx_to_permuted_idx is None:
-            token, row = slice(None), torch.arange(num_tokens, device=routed.device) * top_k + k
+            token = torch.arange(num_tokens, device=routed.device)
+            row = token * top_k + k
         else:
             index = expanded_idx_to_permuted_idx[:, k]
             token = (index >= 0).nonzero().squeeze(1)
@@ -53,7 +56,7 @@ def finalize(
 
 
 def partial(args: TailArguments, compute_dtype: torch.dtype = torch.float32) -> Tensor:
-    """This rank's addend, ``routed_scaling_factor * finalize + shared``: [T, H], not rounded yet."""
+    """This rank's addend, ``routed_scaling_factor * finalize + shared``: [T, H], not rounded."""
     total = finalize(
         args.routed, args.expert_weights, args.expanded_idx_to_permuted_idx, compute_dtype
     )
@@ -64,7 +67,7 @@ def partial(args: TailArguments, compute_dtype: torch.dtype = torch.float32) -> 
 
 
 def all_reduce(partials: Sequence[Tensor], compute_dtype: torch.dtype = torch.float32) -> Tensor:
-    """The sum of the ranks' partials in rank order: [T, H] in ``compute_dtype``, not rounded yet."""
+    """The sum of the ranks' partials in rank order: [T, H] in ``compute_dtype``, not rounded."""
     total = partials[0].to(compute_dtype)
     for addend in partials[1:]:
         total = total + addend.to(compute_dtype)

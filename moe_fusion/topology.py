@@ -37,19 +37,21 @@ def resolve_group(group: str | dist.ProcessGroup) -> dist.ProcessGroup:
         raise TypeError(
             f"group: expected a ProcessGroup or its name (str), got {type(group).__name__}"
         )
-    known = _group_names()
+    known = known_groups()
     if group not in known:
         raise ValueError(
             f"group_name: expected a process group of this process, one of {sorted(known)}, "
             f"got {group!r}"
         )
-    return dist.distributed_c10d._resolve_process_group(group)
+    return known[group]
 
 
-def _group_names() -> list[str]:
+def known_groups() -> dict[str, dist.ProcessGroup]:
+    """The process groups of which this process is a member, by name."""
     if not (dist.is_available() and dist.is_initialized()):
-        return []
-    return list(dist.distributed_c10d._world.pg_names.values())
+        return {}
+    names = dist.distributed_c10d._world.pg_names
+    return {name: group for group, name in names.items() if group is not None}
 
 
 def probe(group: dist.ProcessGroup, device_type: str | None = None) -> Topology:

@@ -1,0 +1,239 @@
+"""How the reduced sum is added: from the all_reduce down to the norm.
+
+Matches ``view | convert | add | scale`` in any order and number between the all_reduce and the
+residual sum, the node that an RMSNorm reads. What is added last is the residual; what is added
+before it is added by every rank after the reduction, so it is the op's ``replicated_output``
+wherever its value came from. An addend that is itself an all_reduce over the same group is a second
+partial of one reduction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moe_fusion.passes.collectives import AllReduce, is_reduced, reduced_by
+from moe_fusion.passes.nodes import (
+    NoMatch,
+    add_operands,
+    arg,
+    aten,
+    constant,
+    describe,
+    dtype,
+    either_order,
+    has_value,
+    is_cast,
+    keeps_rows,
+    mul_operands,
+    num_rows,
+    same,
+    same_shape,
+    shape,
+    sole_user,
+    strip_casts,
+)
+from moe_fusion.passes.norms import Norm, match_norm, reads_layer_norm
+
+
+@dataclass(frozen=True)
+class Addend:
+    """Something added after the reduction, and the scale that multiplies it later on."""
+
+    node: Node
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class After:
+    """What happens to the sum of one or two all_reduces up to the norm.
+
+    Attributes:
+        residual_sum: the node whose rows are normalised.
+        norm: the RMSNorm.
+        residual: what was added last, in the dtype of ``residual_sum``, or None.
+        replicated: what else was added after the reduction.
+        output_scale: multiplies the reduced sum.
+        merged: other all_reduces whose sums were added unscaled to this one's.
+        interior: the nodes between the all_reduces and ``residual_sum``, without either end.
+    """
+
+    residual_sum: Node
+    norm: Norm
+    residual: Node | None
+    replicated: tuple[Addend, ...]
+    output_scale: float
+    merged: tuple[AllReduce, ...]
+    interior: tuple[Node, ...]
+
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        """The dtype of the residual sum."""
+        return dtype(self.residual_sum)
+
+
+@dataclass
+class _Path:
+    """The way down so far."""
+
+    node: Node
+    interior: list[Node] = field(default_factory=list)
+    addends: list[Addend] = field(default_factory=list)
+    scale: float = 1.0
+
+    def step(self, user: Node) -> None:
+        self.interior.append(self.node)
+        self.node = user
+
+
+_WHY_NOT: dict[Any, str] = {
+    aten.slice.Tensor: "a slice comes between the all_reduce and the norm",
+    aten.cat.default: "a cat comes between the all_reduce and the norm",
+    aten.sum.dim_IntList: "the all_reduce comes before the finalize",
+    torch.ops._c10d_functional.all_reduce.default: "two all_reduces are chained",
+}
+
+
+def _why_not(node: Node, user: Node | None) -> NoMatch:
+    if reads_layer_norm(node):
+        return NoMatch("a LayerNorm reads the sum: expected an RMSNorm", node)
+    if user is None:
+        readers = [n for n in node.users if n.op != "output"]
+        if not readers:
+            return NoMatch("no RMSNorm reads the sum", node)
+        names = ", ".join(sorted({describe(n) for n in readers}))
+        return NoMatch(f"what the all_reduce feeds is read several times ({names})", node)
+    if user.op == "output":
+        return NoMatch("no RMSNorm reads the sum", node)
+    reason = _WHY_NOT.get(user.target)
+    if reason is None:
+        reason = f"{describe(user)} comes between the all_reduce and the norm"
+    return NoMatch(reason, user)
+
+
+def _advance(path: _Path) -> NoMatch | None:
+    """One step down, through the only reader."""
+    node, user = path.node, sole_user(path.node)
+    if user is None:
+        return _why_not(node, None)
+    if keeps_rows(user) or is_cast(user):
+        path.step(user)
+        return None
+    for operand, other in either_order(add_operands(user)):
+        if operand is node and has_value(other) and same_shape(shape(other), shape(user)):
+            path.addends.append(Addend(other))
+            path.step(user)
+            return None
+    for operand, other in either_order(mul_operands(user)):
+        factor = constant(other)
+        if operand is node and factor is not None:
+            path.scale *= factor
+            path.addends = [replace(a, scale=a.scale * factor) for a in path.addends]
+            path.step(user)
+            return None
+    return _why_not(node, user)
+
+
+def _split_sums(path: _Path) -> None:
+    """Open the addends that are themselves a sum with an all_reduce in it."""
+    opened: list[Addend] = []
+    pending = path.addends[::-1]
+    while pending:
+        addend = pending.pop()
+        pair = add_operands(addend.node) if sole_user(addend.node) else None
+        if pair and any(has_value(n) and is_reduced(n) for n in pair) and all(map(has_value, pair)):
+            path.interior.append(addend.node)
+            pending.extend(Addend(n, addend.scale) for n in pair)
+        else:
+            opened.append(addend)
+    path.addends = opened
+
+
+def _merge(path: _Path, first: AllReduce) -> list[AllReduce]:
+    """Take out the addends that are sums over the same group, with the same scale."""
+    merged = []
+    for addend in list(path.addends):
+        other = reduced_by(addend.node)
+        if other is None or other.group != first.group or addend.scale != path.scale:
+            continue
+        nodes = _between(other, addend.node)
+        if nodes is not None and dtype(other.input) == dtype(first.input):
+            merged.append(other)
+            path.interior.extend(nodes)
+            path.addends.remove(addend)
+    return merged
+
+
+def _between(reduced: AllReduce, node: Node) -> list[Node] | None:
+    """The nodes from the wait to ``node``, or None if another reader needs one of them."""
+    nodes = [node]
+    while nodes[-1] is not reduced.wait:
+        nodes.append(arg(nodes[-1], 0))
+    return nodes if all(sole_user(n) for n in nodes) else None
+
+
+def _norm_comes_first(norm: Norm) -> bool:
+    """Whether the norm's output is what is added to the residual."""
+    readers = list(norm.output.users)
+    while readers:
+        user = readers.pop()
+        if add_operands(user) and has_value(user):
+            return True
+        if keeps_rows(user) or is_cast(user):
+            readers.extend(user.users)
+    return False
+
+
+def match_after(first: AllReduce) -> After | NoMatch:
+    """From the all_reduce down to the norm."""
+    path = _Path(first.wait)
+    activation = dtype(first.input)
+    while isinstance(norm := match_norm(path.node, activation), NoMatch):
+        stop = _advance(path) if norm.node is path.node else norm
+        if stop is not None:
+            return stop
+    _split_sums(path)
+    merged = _merge(path, first)
+    residual = _take_residual(path)
+    if isinstance(residual, NoMatch):
+        return residual
+    after = After(
+        path.node,
+        norm,
+        residual,
+        tuple(path.addends),
+        path.scale,
+        tuple(merged),
+        tuple(path.interior),
+    )
+    return _inexpressible(after, first) or after
+
+
+def _take_residual(path: _Path) -> Node | NoMatch | None:
+    """Take out what was added last, unscaled, in the dtype in which the residual sum is kept."""
+    if not path.addends or path.addends[-1].scale != 1.0:
+        return None
+    node, wanted = path.addends.pop().node, dtype(path.node)
+    for candidate in (node, strip_casts(node)):
+        if dtype(candidate) == wanted:
+            return candidate
+    return NoMatch(f"the residual is {dtype(node)} but its sum is read rounded to {wanted}", node)
+
+
+def _inexpressible(after: After, first: AllReduce) -> NoMatch | None:
+    """Why the op cannot stand for ``after``, or None."""
+    total, partial = after.residual_sum, first.input
+    if not same(shape(total)[-1], shape(partial)[-1]) or not same(
+        num_rows(total), num_rows(partial)
+    ):
+        return NoMatch("a view splits the rows", total)
+    if after.residual is not None:
+        return None
+    if not after.merged and not after.replicated and _norm_comes_first(after.norm):
+        return NoMatch("the norm comes before the residual add", after.norm.output)
+    if dtype(total) != dtype(partial):
+        return NoMatch(f"the sum is {dtype(total)}: expected {dtype(partial)}", total)
+    return None

@@ -1,0 +1,104 @@
+"""Adds nodes to a graph, each with the ``meta["val"]`` that its call has on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import SymInt
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from moe_fusion.passes.nodes import Size, arg, aten, calls, dtype, prims, same, same_shape, shape
+
+
+@dataclass(frozen=True)
+class Emitter:
+    """Adds nodes where the graph's insertion point is.
+
+    Attributes:
+        graph: the graph.
+        source: the node whose stack trace the new nodes take.
+    """
+
+    graph: Graph
+    source: Node
+
+    def call(self, target: Any, *args: Any) -> Node:
+        """A call of ``target``."""
+        node = self.graph.call_function(target, args)
+        values = map_arg(args, lambda arg: arg.meta["val"])
+        fake_mode = self.source.meta["val"].fake_mode
+        with fake_mode:
+            node.meta["val"] = target(*values)
+        for key in ("stack_trace", "source_fn_stack", "nn_module_stack"):
+            if key in self.source.meta:
+                node.meta[key] = self.source.meta[key]
+        return node
+
+    def reshape(self, node: Node, *sizes: int | Node) -> Node:
+        """``node`` in another shape, in which at most one size is -1."""
+        return self.call(aten.reshape.default, node, list(sizes))
+
+    def rows(self, node: Node) -> Node:
+        """``node`` as [T, H]."""
+        sizes = shape(node)
+        return node if len(sizes) == 2 else self.reshape(node, -1, _static(sizes[-1]))
+
+    def reshape_to_columns(self, node: Node, columns: int) -> Node:
+        """``node`` as [-1, columns]."""
+        sizes = shape(node)
+        if len(sizes) == 2 and same(sizes[1], columns):
+            return node
+        return self.reshape(node, -1, columns)
+
+    def size(self, node: Node, dim: int) -> int | Node:
+        """The size of ``node`` along ``dim``: a constant, or a node that holds it."""
+        size = shape(node)[dim]
+        return size if isinstance(size, int) else self.call(aten.sym_size.int, node, dim)
+
+    def sizes(self, model: Node, kept: Iterable[Node]) -> list[int | Node]:
+        """The shape of ``model``, a node about to be erased, as arguments of a reshape.
+
+        Args:
+            model: the node.
+            kept: nodes that exist before ``model`` and stay; one of its shape is asked for sizes.
+        """
+        wanted = shape(model)
+        symbolic = [dim for dim, size in enumerate(wanted) if isinstance(size, SymInt)]
+        if len(symbolic) <= 1:
+            return [-1 if dim in symbolic else _static(size) for dim, size in enumerate(wanted)]
+        if calls(model, aten.reshape.default, aten.view.default):
+            return list(arg(model, 1))
+        source = next(node for node in kept if same_shape(shape(node), wanted))
+        return [self.size(source, dim) for dim in range(len(wanted))]
+
+    def shaped(self, node: Node, sizes: list[int | Node]) -> Node:
+        """``node``, [T, H], in the shape ``sizes``."""
+        return node if len(sizes) == 2 else self.reshape(node, *sizes)
+
+    def cast(self, node: Node, wanted: torch.dtype) -> Node:
+        """``node`` in ``wanted`` dtype."""
+        if dtype(node) == wanted:
+            return node
+        return self.call(prims.convert_element_type.default, node, wanted)
+
+    def scaled(self, node: Node, factor: float) -> Node:
+        """``node`` times a constant."""
+        return node if factor == 1.0 else self.call(aten.mul.Tensor, node, factor)
+
+    def total(self, nodes: list[Node]) -> Node | None:
+        """The sum of ``nodes``, None for none."""
+        if not nodes:
+            return None
+        result = nodes[0]
+        for node in nodes[1:]:
+            result = self.call(aten.add.Tensor, result, node)
+        return result
+
+
+def _static(size: Size) -> int:
+    assert isinstance(size, int)
+    return size

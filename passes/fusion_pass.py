@@ -1,0 +1,139 @@
+"""The pass object that torch.compile runs: match, guard, rewrite, report."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import logging
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph, Node
+
+import moe_fusion
+from moe_fusion.admission import Refusal
+from moe_fusion.config import FusionConfig
+from moe_fusion.errors import UnfusedTailError
+from moe_fusion.passes.collectives import AllReduce, all_reduce_nodes, match_all_reduce
+from moe_fusion.passes.guards import has_backward, refuse
+from moe_fusion.passes.nodes import NoMatch, dtype
+from moe_fusion.passes.partial import match_partial
+from moe_fusion.passes.render import render
+from moe_fusion.passes.report import FusionReport, Site, describe_tail, source_line
+from moe_fusion.passes.rewrite import rewrite
+from moe_fusion.passes.tail import Tail, match_tail
+from moe_fusion.topology import known_groups, resolve_group
+
+logger = logging.getLogger("moe_fusion")
+
+
+class MoEFusionPass(CustomGraphPass):
+    """Matches the tails of un-reduced layers and rewrites each to one call of the fused op.
+
+    Runs as ``post_grad_custom_pre_pass``; ``moe_fusion.install`` and ``moe_fusion.fusing`` put it
+    there, or pass it to ``torch.compile(..., options={"post_grad_custom_pre_pass":
+    MoEFusionPass()})``.
+
+    Args:
+        config: what to fuse; None takes the environment and the defaults.
+        render: keep the text of the graph around each tail, before and after, in the report.
+
+    Attributes:
+        report: what the pass has done so far.
+    """
+
+    def __init__(self, config: FusionConfig | None = None, *, render: bool = False) -> None:
+        self.config = FusionConfig() if config is None else config
+        self.render = render
+        self.report = FusionReport()
+
+    def __call__(self, graph: Graph) -> None:
+        """Rewrite ``graph`` in place; a graph with no tail that may be fused is left untouched.
+
+        Raises:
+            UnfusedTailError: in strict mode, for a refused tail whose partial has a finalize in it.
+        """
+        report = self.report
+        anchors = all_reduce_nodes(graph)
+        index, report.graphs = report.graphs, report.graphs + 1
+        report.all_reduces_before += len(anchors)
+        fused_before, refused_before = report.fused, report.refusals.total()
+        backward = (
+            NoMatch("the graph has a backward: inference only") if has_backward(graph) else None
+        )
+        for node in anchors:
+            if not node._erased:
+                self._visit(graph, node, index, backward)
+        left = len(all_reduce_nodes(graph))
+        report.all_reduces_after += left
+        if report.fused > fused_before:
+            graph.lint()
+        logger.info(
+            "graph %d: fused %d tails, all_reduces %d -> %d, refused %d%s",
+            index,
+            report.fused - fused_before,
+            len(anchors),
+            left,
+            report.refusals.total() - refused_before,
+            "".join(f"; {reason}" for reason in report.refusals) if left else "",
+        )
+
+    def _visit(self, graph: Graph, node: Node, index: int, backward: NoMatch | None) -> None:
+        match = backward or match_tail(node)
+        refusal = match if isinstance(match, NoMatch) else refuse(match, self.config)
+        if refusal is None:
+            assert isinstance(match, Tail)
+            self._fuse(graph, match, index)
+        else:
+            self._refuse(node, refusal)
+
+    def _fuse(self, graph: Graph, tail: Tail, index: int) -> None:
+        facts = describe_tail(tail, index, resolve_group(tail.anchor.group).size())
+        before = render(graph, tail.nodes) if self.render else ""
+        known = set(graph.nodes) if self.render else set()
+        rewrite(graph, tail)
+        after = render(graph, [n for n in graph.nodes if n not in known]) if self.render else ""
+        self.report.sites.append(Site(**facts, before=before, after=after))
+
+    def _refuse(self, node: Node, refusal: NoMatch | Refusal) -> None:
+        self.report.refusals[refusal.reason] += 1
+        where = source_line(node)
+        logger.debug("%s (%s): %s", node.name, where, refusal.reason)
+        if self.config.strict and _ends_a_finalize(node):
+            raise UnfusedTailError(f"{node.name} ({where})" if where else node.name, refusal.reason)
+
+    def uuid(self) -> bytes:
+        """Identifies the pass in compile-cache keys: another answer here means another graph.
+
+        Covers the package's sources, the versions of torch and triton, the whole configuration, and
+        the names and sizes of this process's groups.
+        """
+        facts = (
+            self.config,
+            sorted((name, group.size()) for name, group in known_groups().items()),
+        )
+        return hashlib.sha256(_sources_hash() + repr(facts).encode()).digest()
+
+
+def _ends_a_finalize(node: Node) -> bool:
+    reduction = match_all_reduce(node)
+    if not isinstance(reduction, AllReduce):
+        return False
+    return match_partial(reduction.input, dtype(reduction.input)).finalize is not None
+
+
+@cache
+def _sources_hash() -> bytes:
+    digest = hashlib.sha256(torch.__version__.encode())
+    try:
+        digest.update(importlib.metadata.version("triton").encode())
+    except importlib.metadata.PackageNotFoundError:
+        digest.update(b"no triton")
+    root = Path(moe_fusion.__file__).parent
+    # passes/ is reached through a symlink in a checkout, which rglob does not follow.
+    for folder in (root, root / "passes"):
+        for path in sorted(folder.resolve().rglob("*.py")):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.digest()

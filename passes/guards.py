@@ -1,0 +1,92 @@
+"""Whether a matched tail may be fused: what all ranks share decides, so all ranks agree.
+
+A reason against is a :class:`~moe_fusion.admission.Refusal`. A new limit goes into
+:mod:`moe_fusion.limits` and :mod:`moe_fusion.admission`, not here: this module only finds out what
+the graph and the shape environment say.
+"""
+
+from __future__ import annotations
+
+from torch import SymInt
+from torch.fx import Graph
+from torch.fx.experimental.symbolic_shapes import (
+    ShapeEnv,
+    StrictMinMaxConstraint,
+    guard_or_false,
+    statically_known_true,
+)
+
+from moe_fusion.admission import Refusal, admit, over_ceiling, token_ceiling
+from moe_fusion.config import FusionConfig
+from moe_fusion.passes.nodes import Size
+from moe_fusion.passes.tail import Tail
+from moe_fusion.topology import probe, resolve_group
+
+
+def has_backward(graph: Graph) -> bool:
+    """Whether the graph is the forward or backward half of a training step.
+
+    AOTAutograd names the inputs of such graphs ``primals_*`` and ``tangents_*``, those of an
+    inference graph ``arg*``; Inductor itself tells them apart in this way.
+    """
+    return any(
+        node.op == "placeholder" and str(node.target).startswith(("primals_", "tangents_"))
+        for node in graph.nodes
+    )
+
+
+def refuse(tail: Tail, config: FusionConfig) -> Refusal | None:
+    """The reason why ``tail`` may not be fused, or None; may record a guard on T."""
+    if tail.kind not in config.fuse:
+        return Refusal(f"the configuration does not fuse {tail.kind} tails: fuse={config.fuse}")
+    try:
+        group = resolve_group(tail.anchor.group)
+    except ValueError as error:
+        return Refusal(str(error))
+    device_type = tail.anchor.input.meta["val"].device.type
+    topology = probe(group, device_type)
+    refusal = admit(tail.hidden_dim, tail.dtype, topology, top_k=tail.top_k)
+    if refusal is not None:
+        return refusal
+    ceiling = token_ceiling(tail.hidden_dim, tail.dtype, topology, config)
+    return (
+        None if under_ceiling(tail.num_tokens, ceiling) else over_ceiling(tail.num_tokens, ceiling)
+    )
+
+
+def under_ceiling(num_tokens: Size, ceiling: int) -> bool:
+    """Whether this graph only ever sees batches that the op may take.
+
+    A symbolic size is decided by a guard, never by its hint: the graph for small batches is fused,
+    a larger batch compiles once more, unfused, and both stay cached. Where the user declared a
+    range that crosses the ceiling a guard would contradict it, so the op is used for the whole
+    range and chooses its path in each call.
+    """
+    if not isinstance(num_tokens, SymInt):
+        return num_tokens <= ceiling
+    if statically_known_true(num_tokens <= ceiling):
+        return True
+    if statically_known_true(num_tokens > ceiling):
+        return False
+    if declared_range(num_tokens):
+        return True
+    return bool(guard_or_false(num_tokens <= ceiling))
+
+
+def declared_range(size: SymInt) -> bool:
+    """Whether ``mark_dynamic(..., min=, max=)`` declared a range for a symbol of ``size``."""
+    shape_env = size.node.shape_env
+    symbols = size.node.expr.free_symbols
+    return any(symbol in symbols for symbol in _declared_symbols(shape_env))
+
+
+def _declared_symbols(shape_env: ShapeEnv) -> set[object]:
+    declared: set[object] = set()
+    for tracked in shape_env.tracked_fakes or ():
+        constraints = getattr(tracked.symbolic_context, "constraint_sizes", None) or ()
+        for dim, constraint in enumerate(constraints):
+            if isinstance(constraint, StrictMinMaxConstraint):
+                size = tracked.fake.shape[dim]
+                if isinstance(size, SymInt):
+                    declared |= size.node.expr.free_symbols
+    return declared

@@ -1,0 +1,130 @@
+"""Puts the pass into Inductor's slot and takes it out again.
+
+The slot is ``torch._inductor.config.post_grad_custom_pre_pass``. Somebody else's pass in it stays:
+ours runs first, then theirs. Installing again, or ``fusing`` inside ``fusing``, takes the place of
+our own pass and keeps theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch._inductor.config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph
+
+from moe_fusion.config import FusionConfig, set_active_config
+from moe_fusion.passes.fusion_pass import MoEFusionPass
+from moe_fusion.passes.report import FusionReport
+
+_SLOT = "post_grad_custom_pre_pass"
+
+
+class ChainedPass(CustomGraphPass):
+    """Our pass, then those that were in the slot before.
+
+    Args:
+        ours: the fusion pass.
+        theirs: what the slot held: a callable, a ``CustomGraphPass``, or (torch 2.13) several.
+    """
+
+    def __init__(self, ours: MoEFusionPass, theirs: Any) -> None:
+        self.ours = ours
+        self.slot = theirs
+        several = isinstance(theirs, (list, tuple))
+        self.theirs: tuple[Callable[[Graph], None], ...] = tuple(theirs) if several else (theirs,)
+
+    def __call__(self, graph: Graph) -> None:
+        """Run all of them on ``graph``."""
+        self.ours(graph)
+        for theirs in self.theirs:
+            theirs(graph)
+
+    def uuid(self) -> Any:
+        """All identities together; None, which turns caching off, where one of theirs has none."""
+        uuids = [getattr(theirs, "uuid", lambda: None)() for theirs in self.theirs]
+        return None if None in uuids else (self.ours.uuid(), *uuids)
+
+
+@dataclass(frozen=True)
+class _Installed:
+    """What ``install`` replaced."""
+
+    slot: Any
+    config: FusionConfig | None
+
+
+_installed: _Installed | None = None
+
+
+def _without_ours(slot: Any) -> Any:
+    """What the slot holds apart from our own pass."""
+    if isinstance(slot, ChainedPass):
+        return slot.slot
+    return None if isinstance(slot, MoEFusionPass) else slot
+
+
+def _put(ours: MoEFusionPass) -> _Installed:
+    slot = getattr(inductor_config, _SLOT)
+    theirs = _without_ours(slot)
+    setattr(inductor_config, _SLOT, ours if theirs is None else ChainedPass(ours, theirs))
+    return _Installed(slot, set_active_config(ours.config))
+
+
+def _restore(previous: _Installed) -> None:
+    setattr(inductor_config, _SLOT, previous.slot)
+    set_active_config(previous.config)
+
+
+def install(config: FusionConfig | None = None) -> FusionReport:
+    """Fuse tails in everything that is compiled from now on, in this process.
+
+    Models that were compiled before stay as they are until ``torch._dynamo.reset()``.
+
+    Args:
+        config: what to fuse; None takes the environment (``MOE_FUSION_*``) and the defaults.
+
+    Returns:
+        The report, which fills as graphs are compiled.
+
+    Raises:
+        ConfigError: the environment has a wrong or unknown ``MOE_FUSION_*`` variable.
+    """
+    global _installed  # noqa: PLW0603 - Inductor's slot is one for the process too
+    ours = MoEFusionPass(config)
+    previous = _put(ours)
+    if _installed is None:
+        _installed = previous
+    return ours.report
+
+
+def uninstall() -> None:
+    """Put back what was in the slot before ``install``; nothing happens if it was not called."""
+    global _installed  # noqa: PLW0603 - as above
+    if _installed is not None:
+        _restore(_installed)
+        _installed = None
+
+
+@contextmanager
+def fusing(config: FusionConfig | None = None, *, render: bool = False) -> Iterator[FusionReport]:
+    """Fuse tails in what is compiled inside the block, then restore the slot exactly.
+
+    ``torch.compile`` compiles at the first call, so that call must be inside the block.
+
+    Args:
+        config: what to fuse; None takes the environment (``MOE_FUSION_*``) and the defaults.
+        render: keep the graph's text around each tail in the report.
+
+    Yields:
+        The report, which fills as graphs are compiled.
+    """
+    ours = MoEFusionPass(config, render=render)
+    previous = _put(ours)
+    try:
+        yield ours.report
+    finally:
+        _restore(previous)

@@ -1,0 +1,204 @@
+"""Questions about FX nodes that every matcher asks: kind, shape, readers, and what a view keeps.
+
+Shapes and dtypes come from ``node.meta["val"]``. Sizes are compared with ``statically_known_true``,
+which adds no guard, so that a question never changes what is compiled.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeGuard, cast
+
+import torch
+from torch import SymInt, Tensor
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+Size = int | SymInt
+
+_RESHAPES = {
+    aten.reshape.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+}
+_COPIES = {aten.clone.default, aten.alias.default, aten.contiguous.default}
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class NoMatch:
+    """Why a pattern does not hold: one sentence and the node that stopped it."""
+
+    reason: str
+    node: Node | None = None
+
+    def __str__(self) -> str:
+        """The sentence."""
+        return self.reason
+
+
+def arg(node: Any, index: int) -> Any:
+    """A positional argument of a call, of the type that the op's schema gives it."""
+    return node.args[index]
+
+
+def calls(node: object, *targets: Any) -> TypeGuard[Node]:
+    """Whether ``node`` is a call of one of ``targets``."""
+    return isinstance(node, Node) and node.op == "call_function" and node.target in targets
+
+
+def has_value(node: object) -> TypeGuard[Node]:
+    """Whether ``node`` is a node that holds one tensor."""
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), Tensor)
+
+
+def dtype(node: Node) -> torch.dtype:
+    """The dtype of the tensor that ``node`` holds."""
+    return node.meta["val"].dtype  # type: ignore[no-any-return]
+
+
+def shape(node: Node) -> tuple[Size, ...]:
+    """The shape of the tensor that ``node`` holds."""
+    return tuple(node.meta["val"].shape)
+
+
+def num_rows(node: Node) -> Size:
+    """The number of rows of the last dimension's size."""
+    return prod(shape(node)[:-1])
+
+
+def same(left: Size, right: Size) -> bool:
+    """Whether two sizes are known to be equal."""
+    return bool(statically_known_true(left == right))
+
+
+def same_shape(left: tuple[Size, ...], right: tuple[Size, ...]) -> bool:
+    """Whether two shapes are known to be equal."""
+    return len(left) == len(right) and all(map(same, left, right))
+
+
+def keeps_rows(node: Node) -> bool:
+    """Whether ``node`` is a view or copy under which rows stay rows, in order."""
+    if not has_value(node) or not node.args or not has_value(arg(node, 0)):
+        return False
+    before, after = shape(arg(node, 0)), shape(node)
+    if not before or not after:
+        return False
+    if calls(node, *_RESHAPES):
+        return same(before[-1], after[-1])
+    if calls(node, aten.permute.default):
+        return list(arg(node, 1)) == list(range(len(before)))
+    if calls(node, aten.expand.default):
+        return same_shape(before, after)
+    return calls(node, *_COPIES)
+
+
+def is_reshape(node: object) -> TypeGuard[Node]:
+    """Whether ``node`` only gives its input, in the same order of elements, another shape."""
+    return calls(node, *_RESHAPES, *_COPIES)
+
+
+def is_cast(node: object) -> TypeGuard[Node]:
+    """Whether ``node`` converts between float dtypes."""
+    return (
+        calls(node, prims.convert_element_type.default, aten._to_copy.default)
+        and has_value(node)
+        and dtype(node) in _FLOATS
+        and dtype(arg(node, 0)) in _FLOATS
+    )
+
+
+def is_widening(node: object) -> TypeGuard[Node]:
+    """Whether ``node`` converts to a float dtype that holds every value of its input's."""
+    return is_cast(node) and dtype(node) in (torch.float32, dtype(arg(node, 0)))
+
+
+def strip(node: Node) -> Node:
+    """What ``node`` was before row-keeping views and widening conversions."""
+    while keeps_rows(node) or is_widening(node):
+        node = arg(node, 0)
+    return node
+
+
+def strip_casts(node: Node) -> Node:
+    """What ``node`` was before widening conversions."""
+    while is_widening(node):
+        node = arg(node, 0)
+    return node
+
+
+def strip_reshapes(node: Node) -> Node:
+    """What ``node`` was before reshapes and conversions that only widen."""
+    while is_reshape(node) or is_widening(node):
+        node = arg(node, 0)
+    return node
+
+
+def sole_user(node: Node) -> Node | None:
+    """The one node that reads ``node``, or None if there are none or several."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def operands(node: Node, *targets: Any) -> tuple[Any, Any] | None:
+    """Both operands of a plain binary call: no kwargs but an ``alpha`` of 1."""
+    if not calls(node, *targets) or len(node.args) != 2:
+        return None
+    if any(name != "alpha" or value != 1 for name, value in node.kwargs.items()):
+        return None
+    return arg(node, 0), arg(node, 1)
+
+
+def add_operands(node: Node) -> tuple[Any, Any] | None:
+    """Both operands of an add without ``alpha``."""
+    return operands(node, aten.add.Tensor, aten.add.Scalar)
+
+
+def mul_operands(node: Node) -> tuple[Any, Any] | None:
+    """Both operands of a multiplication."""
+    return operands(node, aten.mul.Tensor, aten.mul.Scalar)
+
+
+def either_order(pair: tuple[Any, Any] | None) -> tuple[tuple[Any, Any], ...]:
+    """The pair both ways round; nothing for None."""
+    return () if pair is None else (pair, pair[::-1])
+
+
+def constant(value: object) -> float | None:
+    """The number that ``value`` is or that a ``full`` of any shape holds, else None."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, Node) and is_widening(value):
+        return constant(arg(value, 0))
+    if calls(value, aten.full.default, aten.scalar_tensor.default):
+        return constant(arg(value, -1))
+    if calls(value, aten.zeros.default):
+        return 0.0
+    return None
+
+
+def is_scalar_tensor(node: Any) -> bool:
+    """Whether ``node`` holds a 0-d tensor."""
+    return has_value(node) and shape(node) == ()
+
+
+def getitem_of(node: Any, index: int, *targets: Any) -> Node | None:
+    """The call of which ``node`` takes output ``index``, if it is one of ``targets``."""
+    if calls(node, operator.getitem) and arg(node, 1) == index and calls(arg(node, 0), *targets):
+        return cast("Node", arg(node, 0))
+    return None
+
+
+def describe(node: Node) -> str:
+    """The node's target, as a reader of a report knows it."""
+    if node.op != "call_function":
+        return node.op
+    return str(node.target).removesuffix(".default")

@@ -1,0 +1,158 @@
+"""What the pass did: fused tails, and every all_reduce that it left alone with the reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch.fx import Node
+
+from moe_fusion.passes.tail import Tail
+
+
+@dataclass(frozen=True)
+class Site:
+    """One fused tail.
+
+    Attributes:
+        anchor: the name of the all_reduce that it was found at.
+        graph: which of the compiled graphs it is in, from 0.
+        num_tokens: T, a number or an expression of symbols.
+        hidden_dim: H, elements in a row.
+        top_k: K, or None when no finalize was fused.
+        dtype: the activation dtype.
+        finalize: ``"permuted rows"``, ``"token-major rows"`` or ``"finalized"`` ([T, H] as they
+            were).
+        shared: where the shared expert or another addend came in: ``"none"``, ``"before the
+            all_reduce"``, ``"its own all_reduce"``, ``"after the all_reduce"``, or several.
+        norm: the spelling of the RMSNorm.
+        residual: the residual's dtype, or ``"none"``.
+        group: the process group's name.
+        world_size: W, ranks in the group.
+        source: the line of the model that wrote the residual sum, or ``""``.
+        before: the graph around the tail before the rewrite, when it was asked for.
+        after: the same after it.
+    """
+
+    anchor: str
+    graph: int
+    num_tokens: str
+    hidden_dim: int
+    top_k: int | None
+    dtype: str
+    finalize: str
+    shared: str
+    norm: str
+    residual: str
+    group: str
+    world_size: int
+    source: str
+    before: str = ""
+    after: str = ""
+
+    def __str__(self) -> str:
+        """One line."""
+        experts = "" if self.top_k is None else f", top-{self.top_k}"
+        return (
+            f"{self.anchor}: {self.finalize} [{self.num_tokens}, {self.hidden_dim}] {self.dtype}"
+            f"{experts}; shared: {self.shared}; norm: {self.norm}; residual: {self.residual}; "
+            f"group {self.group} of {self.world_size}"
+        )
+
+
+@dataclass
+class FusionReport:
+    """What happened in every graph that the pass saw.
+
+    A graph that is served from a compile cache does not reach the pass and is not counted.
+
+    Attributes:
+        sites: the fused tails.
+        refusals: how many all_reduces were left alone, by reason.
+        graphs: how many graphs the pass saw.
+        all_reduces_before: all_reduces in them before the pass.
+        all_reduces_after: all_reduces left after it.
+    """
+
+    sites: list[Site] = field(default_factory=list)
+    refusals: Counter[str] = field(default_factory=Counter)
+    graphs: int = 0
+    all_reduces_before: int = 0
+    all_reduces_after: int = 0
+
+    @property
+    def fused(self) -> int:
+        """How many tails were fused."""
+        return len(self.sites)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as JSON can hold it."""
+        return {
+            "graphs": self.graphs,
+            "all_reduces_before": self.all_reduces_before,
+            "all_reduces_after": self.all_reduces_after,
+            "fused": self.fused,
+            "sites": [asdict(site) for site in self.sites],
+            "refusals": dict(self.refusals),
+        }
+
+    def __str__(self) -> str:
+        """The whole report, one line for each tail and each reason."""
+        if not self.graphs:
+            return "moe-fusion: no graph reached the pass (a cached graph does not)"
+        change = f"all_reduces {self.all_reduces_before} -> {self.all_reduces_after}"
+        lines = [f"moe-fusion: fused {self.fused} tails in {self.graphs} graphs, {change}"]
+        lines += [f"  fused {site}" for site in self.sites]
+        lines += [f"  left {count} x {reason}" for reason, count in self.refusals.most_common()]
+        return "\n".join(lines)
+
+
+def describe_tail(tail: Tail, graph: int, world_size: int) -> dict[str, Any]:
+    """The fields of a :class:`Site`, read from the match before it is rewritten."""
+    after = tail.after
+    return {
+        "anchor": tail.anchor.node.name,
+        "graph": graph,
+        "num_tokens": str(tail.num_tokens),
+        "hidden_dim": tail.hidden_dim,
+        "top_k": tail.top_k,
+        "dtype": _dtype_name(tail.dtype),
+        "finalize": _finalize_form(tail),
+        "shared": _shared_form(tail),
+        "norm": after.norm.form,
+        "residual": "none" if after.residual is None else _dtype_name(after.residual_dtype),
+        "group": tail.anchor.group,
+        "world_size": world_size,
+        "source": source_line(after.residual_sum),
+    }
+
+
+def _dtype_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _finalize_form(tail: Tail) -> str:
+    finalize = tail.partials[0].finalize
+    if finalize is None:
+        return "finalized"
+    return "token-major rows" if finalize.index is None else "permuted rows"
+
+
+def _shared_form(tail: Tail) -> str:
+    forms = {
+        "before the all_reduce": tail.partials[0].shared,
+        "its own all_reduce": tail.all_reduces[1:],
+        "after the all_reduce": tail.after.replicated,
+    }
+    return " and ".join(form for form, found in forms.items() if found) or "none"
+
+
+def source_line(node: Node) -> str:
+    """The innermost line of user code in the node's stack trace: ``file:line``, or ``""``."""
+    frames = [line.strip() for line in (node.stack_trace or "").splitlines()]
+    frames = [line for line in frames if line.startswith("File ")]
+    if not frames:
+        return ""
+    path, line, *_ = frames[-1].removeprefix("File ").split(",")
+    return f"{path.strip(chr(34))}:{line.removeprefix(' line ')}"

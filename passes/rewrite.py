@@ -1,0 +1,124 @@
+"""Rewrites a matched tail into one call of the op and erases what it replaced.
+
+Matches ``finalize -> add shared -> all_reduce -> add residual -> rms_norm`` and rewrites it to::
+
+    norm_out, residual_out = moe_fusion::finalize_allreduce_rms_norm(...)
+
+at the place of the residual sum, the first node at which every operand exists. Readers of the
+residual sum and of the norm's output read the op's outputs, in the shapes that those had.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.fx import Graph, Node
+
+from moe_fusion.op import OP, OP_EPS_TENSOR
+from moe_fusion.passes.emit import Emitter
+from moe_fusion.passes.finalize import Finalize, in_token_order
+from moe_fusion.passes.nodes import aten, shape, strip_casts
+from moe_fusion.passes.partial import Partial
+from moe_fusion.passes.tail import Tail
+
+
+def rewrite(graph: Graph, tail: Tail) -> Node:
+    """Put the op in the place of ``tail``.
+
+    Returns:
+        The op's node.
+    """
+    after = tail.after
+    ends = (after.residual_sum, after.norm.output)
+    with graph.inserting_before(after.residual_sum):
+        emit = Emitter(graph, after.residual_sum)
+        call = _emit_call(emit, tail)
+        norm_out, residual_out = (emit.call(operator.getitem, call, index) for index in (0, 1))
+        sizes = emit.sizes(after.residual_sum, tail.kept)
+        norm_out, residual_out = emit.shaped(norm_out, sizes), emit.shaped(residual_out, sizes)
+    interior = set(tail.interior)
+    after.norm.output.replace_all_uses_with(norm_out)
+    after.residual_sum.replace_all_uses_with(
+        residual_out, delete_user_cb=lambda user: user not in interior and user not in ends
+    )
+    _erase(graph, {*interior, *ends})
+    if any(isinstance(arg, Node) and call < arg for arg in call.args):
+        stable_topological_sort(graph)
+    return call
+
+
+def _emit_call(emit: Emitter, tail: Tail) -> Node:
+    after, partial = tail.after, tail.partials[0]
+    routed, weights, index, shared = _emit_partial(emit, tail)
+    replicated = [emit.scaled(emit.rows(strip_casts(a.node)), a.scale) for a in after.replicated]
+    norm_weight = after.norm.weight
+    if norm_weight is not None and len(shape(norm_weight)) != 1:
+        norm_weight = emit.reshape(norm_weight, -1)
+    return emit.call(
+        OP_EPS_TENSOR if isinstance(after.norm.eps, Node) else OP,
+        routed,
+        weights,
+        index,
+        shared,
+        emit.total(replicated),
+        None if after.residual is None else emit.rows(after.residual),
+        norm_weight,
+        after.norm.eps,
+        after.norm.weight_bias,
+        partial.scale,
+        after.output_scale,
+        tail.anchor.group,
+    )
+
+
+def _emit_partial(emit: Emitter, tail: Tail) -> tuple[Node, Node | None, Node | None, Node | None]:
+    """The op's first four operands: rows, weights, map, and the other addends of the partial."""
+    first, *others = tail.partials
+    shared = [emit.scaled(emit.rows(s.node), s.scale) for s in first.shared]
+    shared += [emit.rows(partial.routed) for partial in others]
+    if first.finalize is None:
+        return emit.rows(first.routed), None, None, emit.total(shared)
+    weights = _emit_weights(emit, first, first.finalize)
+    index = _emit_index(emit, first.finalize)
+    return emit.rows(first.finalize.rows), weights, index, emit.total(shared)
+
+
+def _emit_weights(emit: Emitter, partial: Partial, finalize: Finalize) -> Node:
+    """[T, K] weights; a product of several factors is computed in fp32, so as not to round it."""
+    found = [in_token_order(weight, finalize.index) for weight in finalize.weights]
+    factors = [emit.reshape_to_columns(node, finalize.top_k) for node in found if node is not None]
+    if len(factors) == 1 and not partial.tensor_scales:
+        return factors[0]
+    product = emit.cast(factors[0], torch.float32)
+    for factor in (*factors[1:], *partial.tensor_scales):
+        product = emit.call(aten.mul.Tensor, product, factor)
+    return product
+
+
+def _emit_index(emit: Emitter, finalize: Finalize) -> Node | None:
+    """The [T, K] int32 map, in which torch's negative indices are counted from the start."""
+    if finalize.index is None:
+        return None
+    index = emit.reshape_to_columns(finalize.index, finalize.top_k)
+    if finalize.index_may_wrap:
+        index = emit.call(aten.remainder.Scalar, index, emit.size(finalize.rows, 0))
+    return emit.cast(index, torch.int32)
+
+
+def _erase(graph: Graph, nodes: Iterable[Node]) -> None:
+    """Erase ``nodes`` that nothing reads, collectives included, and what only they read."""
+    owned = set(nodes)
+    pending = sorted(owned)
+    while pending:
+        node = pending.pop()
+        if node.users or node._erased or node.op != "call_function":
+            continue
+        if node not in owned and node.is_impure():
+            continue
+        inputs = node.all_input_nodes
+        graph.erase_node(node)
+        pending.extend(sorted(n for n in inputs if not n.users and n not in pending))
+        pending.sort()

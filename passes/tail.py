@@ -1,0 +1,168 @@
+"""One whole tail, matched: from the partial through the all_reduce to the norm.
+
+Nothing is changed here. A match is a :class:`Tail`; anything else is a :class:`NoMatch` with a
+reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch.fx import Node
+
+from moe_fusion.passes.after import After, match_after
+from moe_fusion.passes.collectives import AllReduce, is_reduced, match_all_reduce
+from moe_fusion.passes.nodes import (
+    NoMatch,
+    Size,
+    describe,
+    dtype,
+    num_rows,
+    same,
+    shape,
+    strip_casts,
+)
+from moe_fusion.passes.partial import Partial, match_partial
+
+
+@dataclass(frozen=True)
+class Tail:
+    """A tail that the op can express.
+
+    Attributes:
+        all_reduces: the reductions it takes the place of; the first gives ``partials[0]``.
+        partials: what each of them sends.
+        after: what happens to their sum.
+    """
+
+    all_reduces: tuple[AllReduce, ...]
+    partials: tuple[Partial, ...]
+    after: After
+
+    @property
+    def anchor(self) -> AllReduce:
+        """The all_reduce that names the tail."""
+        return self.all_reduces[0]
+
+    @property
+    def num_tokens(self) -> Size:
+        """T."""
+        return num_rows(self.anchor.input)
+
+    @property
+    def hidden_dim(self) -> int:
+        """H."""
+        size = shape(self.anchor.input)[-1]
+        assert isinstance(size, int)
+        return size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The activation dtype."""
+        return dtype(self.anchor.input)
+
+    @property
+    def kind(self) -> str:
+        """``"unfinalized"`` with a finalize in it, else ``"finalized"``."""
+        return "unfinalized" if self.top_k is not None else "finalized"
+
+    @property
+    def top_k(self) -> int | None:
+        """K, or None without a finalize."""
+        finalize = self.partials[0].finalize
+        return None if finalize is None else finalize.top_k
+
+    @property
+    def kept(self) -> tuple[Node, ...]:
+        """The tensors of T * H elements that the op reads."""
+        after = self.after
+        residual = () if after.residual is None else (after.residual,)
+        sent = tuple(p.routed for p in self.partials if p.finalize is None)
+        shared = tuple(s.node for partial in self.partials for s in partial.shared)
+        return (*residual, *(addend.node for addend in after.replicated), *sent, *shared)
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """Every node that the op takes the place of."""
+        return (*self.interior, self.after.residual_sum, self.after.norm.output)
+
+    @property
+    def interior(self) -> tuple[Node, ...]:
+        """Every node whose value nothing else may read."""
+        collectives = tuple(n for ar in self.all_reduces for n in (ar.node, ar.wait))
+        sent = tuple(n for partial in self.partials for n in partial.interior)
+        return (*sent, *collectives, *self.after.interior, *self.after.norm.interior)
+
+
+def match_tail(node: Node) -> Tail | NoMatch:
+    """The tail around the all_reduce ``node``, or why there is none."""
+    first = match_all_reduce(node)
+    if isinstance(first, NoMatch):
+        return first
+    if not isinstance(shape(first.input)[-1:] and shape(first.input)[-1], int):
+        return NoMatch("the hidden size is symbolic: expected a constant", node)
+    after = match_after(first)
+    if isinstance(after, NoMatch):
+        return after
+    reductions = [(ar, match_partial(ar.input, dtype(ar.input))) for ar in (first, *after.merged)]
+    # The op has one finalize: the reduction that has it comes first, the others are addends.
+    reductions.sort(key=lambda pair: pair[1].finalize is None)
+    partials = [reductions[0][1], *(Partial(ar.input) for ar, _ in reductions[1:])]
+    tail = Tail(tuple(ar for ar, _ in reductions), tuple(partials), after)
+    return _check(tail) or tail
+
+
+def _check(tail: Tail) -> NoMatch | None:
+    """What the op cannot express, or what would change something that is read elsewhere."""
+    after = tail.after
+    for partial in tail.partials:
+        if is_reduced(partial.routed):
+            return NoMatch("two all_reduces are chained", partial.routed)
+    for addend in after.replicated:
+        found = dtype(strip_casts(addend.node))
+        if found != tail.dtype:
+            what = f"what is added after the reduction is {found}: expected {tail.dtype}"
+            return NoMatch(what, addend.node)
+    if after.norm.weight is not None and _depends_on(after.norm.weight, after.residual_sum):
+        return NoMatch("the norm's weight is computed from the sum", after.norm.weight)
+    return _misshapen(tail) or _read_elsewhere(tail)
+
+
+def _misshapen(tail: Tail) -> NoMatch | None:
+    """A routing whose size is not T * K."""
+    finalize = tail.partials[0].finalize
+    if finalize is None:
+        return None
+    entries = tail.num_tokens * finalize.top_k
+    routing = [weight.node for weight in finalize.weights if not weight.permuted]
+    for node in routing if finalize.index is None else (*routing, finalize.index):
+        if not same(prod(shape(node)), entries):
+            return NoMatch(f"the routing has not T * K = {entries} entries", node)
+    return None
+
+
+def _read_elsewhere(tail: Tail) -> NoMatch | None:
+    ends = {tail.after.residual_sum, tail.after.norm.output}
+    own = {*tail.interior, *ends}
+    for node in sorted(own - ends):
+        reader = next((user for user in node.users if user not in own), None)
+        if reader is not None:
+            what = f"{describe(node)} ({node.name}) is also read by {describe(reader)}"
+            return NoMatch(f"an intermediate is read elsewhere: {what}", node)
+    return None
+
+
+def _depends_on(node: Node, ancestor: Node) -> bool:
+    """Whether ``node`` is computed from ``ancestor``."""
+    pending, seen = [node], set[Node]()
+    while pending:
+        current = pending.pop()
+        if current is ancestor:
+            return True
+        # What comes before the ancestor in the graph cannot depend on it.
+        if current not in seen and ancestor < current:
+            seen.add(current)
+            pending.extend(current.all_input_nodes)
+    return False

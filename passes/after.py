@@ -27,10 +27,9 @@ from moe_fusion.passes.nodes import (
     either_order,
     has_value,
     is_cast,
+    is_reshape,
     keeps_rows,
     mul_operands,
-    num_rows,
-    same,
     same_shape,
     shape,
     sole_user,
@@ -109,6 +108,8 @@ def _why_not(node: Node, user: Node | None) -> NoMatch:
     if user.op == "output":
         return NoMatch("no RMSNorm reads the sum", node)
     reason = _WHY_NOT.get(user.target)
+    if is_reshape(user):
+        reason = "a view splits the rows"
     if reason is None:
         reason = f"{describe(user)} comes between the all_reduce and the norm"
     return NoMatch(reason, user)
@@ -123,7 +124,7 @@ def _advance(path: _Path) -> NoMatch | None:
         path.step(user)
         return None
     for operand, other in either_order(add_operands(user)):
-        if operand is node and has_value(other) and same_shape(shape(other), shape(user)):
+        if operand is node and has_value(other) and same_shape(shape(other), shape(node)):
             path.addends.append(Addend(other))
             path.step(user)
             return None
@@ -225,15 +226,11 @@ def _take_residual(path: _Path) -> Node | NoMatch | None:
 
 def _inexpressible(after: After, first: AllReduce) -> NoMatch | None:
     """Why the op cannot stand for ``after``, or None."""
-    total, partial = after.residual_sum, first.input
-    if not same(shape(total)[-1], shape(partial)[-1]) or not same(
-        num_rows(total), num_rows(partial)
-    ):
-        return NoMatch("a view splits the rows", total)
+    total = after.residual_sum
     if after.residual is not None:
         return None
     if not after.merged and not after.replicated and _norm_comes_first(after.norm):
         return NoMatch("the norm comes before the residual add", after.norm.output)
-    if dtype(total) != dtype(partial):
-        return NoMatch(f"the sum is {dtype(total)}: expected {dtype(partial)}", total)
+    if dtype(total) != dtype(first.input):
+        return NoMatch(f"the sum is {dtype(total)}: expected {dtype(first.input)}", total)
     return None

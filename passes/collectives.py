@@ -24,15 +24,20 @@ class AllReduce:
 
     Attributes:
         node: the collective.
-        wait: its ``wait_tensor``, which is what readers of the sum read.
+        waits: its ``wait_tensor``, and a second one where the author waited too.
         input: this rank's partial.
         group: the group's name.
     """
 
     node: Node
-    wait: Node
+    waits: tuple[Node, ...]
     input: Node
     group: str
+
+    @property
+    def wait(self) -> Node:
+        """What readers of the sum read."""
+        return self.waits[-1]
 
 
 def all_reduce_nodes(graph: Graph) -> list[Node]:
@@ -49,20 +54,21 @@ def match_all_reduce(node: Node) -> AllReduce | NoMatch:
         return NoMatch(f"the reduction is {reduce_op!r}: expected 'sum'", node)
     if not isinstance(group, str):
         return NoMatch(f"the group is {type(group).__name__}: expected its name", node)
-    wait = sole_user(node)
-    if not calls(wait, _c10d.wait_tensor.default):
+    waits: list[Node] = []
+    while calls(wait := sole_user(waits[-1] if waits else node), _c10d.wait_tensor.default):
+        waits.append(wait)
+    if not waits:
         return NoMatch("the all_reduce is not read by one wait_tensor alone", node)
-    assert wait is not None
-    return AllReduce(node, wait, partial, group)
+    return AllReduce(node, tuple(waits), partial, group)
 
 
 def reduced_by(value: Node) -> AllReduce | None:
     """The all_reduce whose sum ``value`` is, through views and conversions, or None."""
     source = strip(value)
-    if calls(source, _c10d.wait_tensor.default) and calls(arg(source, 0), *_ALL_REDUCES):
-        match = match_all_reduce(arg(source, 0))
-        return match if isinstance(match, AllReduce) else None
-    return None
+    while calls(source, _c10d.wait_tensor.default):
+        source = arg(source, 0)
+    match = match_all_reduce(source) if calls(source, *_ALL_REDUCES) else None
+    return match if isinstance(match, AllReduce) else None
 
 
 def is_reduced(value: Node) -> bool:

@@ -1,0 +1,46 @@
+"""Fixtures that every test shares."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)
+# Inductor's pool of compile workers costs more than the few kernels that the tests compile.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def _clean_process() -> Iterator[None]:
+    """Each test starts without a process group, a configuration or compiled code."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """New memory holds NaN, so that reading it before writing shows."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+
+
+@pytest.fixture
+def fake_group() -> int:
+    """A fake group of two, of which this process is rank 0: its all_reduce changes nothing."""
+    return make_fake_group(2)
+
+
+def make_fake_group(world_size: int) -> int:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    return world_size

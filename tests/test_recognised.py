@@ -1,0 +1,270 @@
+"""What is matched: every spelling of every part is fused, with the right numbers.
+
+Numbers are compared with the same function in fp64; the fused graph's error may not exceed that of the
+unfused one, but for the last bit of a value that both round.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import inputs
+import pytest
+import spellings
+import torch
+from tracing import trace
+
+pytestmark = pytest.mark.usefixtures("fake_group")
+
+SCALE = 2.5
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+def assert_fused(function, data: inputs.Inputs, *, fused: int = 1, **expected: object):
+    """``function(*tensors)`` is fused ``fused`` times and no less exact than unfused."""
+    unfused = function(*data.args())
+    oracle = function(*data.to(torch.float64).args())
+    traced = trace(function, *data.args())
+    assert traced.report.fused == fused, str(traced.report)
+    assert traced.report.all_reduces_after == 0
+    for got, plain, want in zip(traced.output, unfused, oracle, strict=True):
+        assert got.dtype == plain.dtype
+        assert got.shape == plain.shape
+        assert torch.isfinite(got).all()
+        # fp32 sums in another order differ in the last bits
+        assert error(got, want) <= 1.02 * error(plain, want) + 3e-7
+    for name, value in expected.items():
+        assert getattr(traced.report.sites[0], name) == value
+    return traced
+
+
+def tail(finalize, norm=spellings.norm_a, reduce=spellings.functional, combine=None):
+    def function(rows, weights, index, shared, residual, norm_weight):
+        partial = finalize(rows, weights, index)
+        if combine is not None:
+            partial = combine(partial, shared)
+        total = residual + reduce(partial)
+        return norm(total, norm_weight), total
+
+    return function
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("weights", [None, torch.float32], ids=["own", "fp32 router"])
+@pytest.mark.parametrize("name", spellings.FINALIZE)
+def test_finalize_spellings(name, weights, dtype):
+    data = inputs.make(dtype, missing=name in spellings.MASKED, weights=weights)
+    finalize = spellings.FINALIZE[name]
+
+    def cast(*args):
+        return finalize(*args).to(dtype if args[0].dtype == dtype else args[0].dtype)
+
+    form = "token-major rows" if name == "token-major" else "permuted rows"
+    assert_fused(tail(cast), data, finalize=form, top_k=inputs.K, shared="none")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", spellings.NORMS)
+def test_norm_spellings(name, dtype):
+    data = inputs.make(dtype, missing=True)
+    assert_fused(tail(spellings.where_masked, spellings.NORMS[name]), data)
+
+
+@pytest.mark.parametrize("name", spellings.NORMS)
+@pytest.mark.parametrize("activation", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_norm_weight_dtypes_are_right_or_refused(name, activation, weight):
+    """The same op list with an fp32 weight can give fp32 rows: only the meta dtype tells."""
+    data = inputs.make(activation, missing=True, norm_weight=weight)
+    function = tail(spellings.where_masked, spellings.NORMS[name])
+    unfused = function(*data.args())
+    oracle = function(*data.to(torch.float64).args())
+    traced = trace(function, *data.args())
+    keeps = unfused[0].dtype == activation
+    assert traced.report.fused == int(keeps), str(traced.report)
+    if not keeps:
+        assert traced.reasons == [f"the norm's output is {unfused[0].dtype}: expected {activation}"]
+    for got, plain, want in zip(traced.output, unfused, oracle, strict=True):
+        assert got.dtype == plain.dtype
+        assert error(got, want) <= 1.02 * error(plain, want) + 3e-7
+
+
+def before(scale_first, flip):
+    """Shared expert added before the all_reduce, the scale on the routed experts alone or on both."""
+
+    def combine(partial, shared):
+        pair = (partial * SCALE, shared) if scale_first else (partial, shared)
+        total = pair[1] + pair[0] if flip else pair[0] + pair[1]
+        return total if scale_first else SCALE * total
+
+    return combine
+
+
+@pytest.mark.parametrize(("scale_first", "flip"), list(itertools.product([True, False], repeat=2)))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["where", "MoEOutput.finalize"])
+def test_shared_before_the_all_reduce(name, dtype, scale_first, flip):
+    data = inputs.make(dtype, missing=True)
+    function = tail(spellings.FINALIZE[name], combine=before(scale_first, flip))
+    assert_fused(function, data, shared="before the all_reduce")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_two_scales_multiply(dtype):
+    function = tail(spellings.where_masked, combine=lambda p, shared: 0.5 * (p * SCALE) + shared)
+    traced = assert_fused(function, inputs.make(dtype))
+    assert ", 1.25, 1," in traced.after[0]
+
+
+def test_the_dataclass_closed_in_plain_torch_is_recognised():
+    """Scale and shared expert inside ``MoEOutput.finalize``, in fp32 and rounded once."""
+    from moe_fusion import MoEOutput, UnfinalizedMoEOutput
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        moe = MoEOutput(UnfinalizedMoEOutput(rows, weights, index), shared, SCALE)
+        total = residual + spellings.functional(moe.finalize())
+        return spellings.norm_f(total, norm_weight), total
+
+    data = inputs.make(missing=True)
+    traced = trace(function, *data.args())
+    assert traced.report.fused == 1
+    assert traced.report.sites[0].shared == "before the all_reduce"
+    from moe_fusion import reference
+    from moe_fusion.contract import TailArguments
+
+    args = TailArguments(
+        data.rows,
+        data.weights,
+        data.index,
+        data.shared,
+        None,
+        data.residual,
+        data.norm_weight,
+        1e-6,
+        0.0,
+        SCALE,
+    )
+    for got, want in zip(traced.output, reference.tail([args])[0], strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_replicated_after_the_all_reduce(dtype, flip):
+    def function(rows, weights, index, shared, residual, norm_weight):
+        reduced = spellings.functional(spellings.where_masked(rows, weights, index))
+        y = shared + reduced if flip else reduced + shared
+        total = y + residual if flip else residual + y
+        return spellings.norm_a(total, norm_weight), total
+
+    assert_fused(function, inputs.make(dtype), shared="after the all_reduce")
+
+
+@pytest.mark.parametrize("order", range(3))
+def test_two_all_reduces_in_one_sum_become_one(order):
+    """Routed and shared reduced apart, added in each order: one collective less."""
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        routed = spellings.functional(spellings.where_masked(rows, weights, index))
+        other = spellings.functional(shared)
+        total = [
+            lambda: residual + (routed + other),
+            lambda: (residual + other) + routed,
+            lambda: other + (routed + residual),
+        ][order]()
+        return spellings.norm_a(total, norm_weight), total
+
+    traced = assert_fused(function, inputs.make())
+    assert traced.report.all_reduces_before == 2
+    assert traced.report.sites[0].shared == "its own all_reduce"
+    assert traced.report.sites[0].finalize == "permuted rows"
+
+
+def test_a_scale_after_the_reduction_covers_what_was_added_before_it():
+    """Granite: ``residual + 0.22 * (all_reduce + shared)``."""
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        reduced = spellings.functional(spellings.where_masked(rows, weights, index))
+        total = residual + 0.22 * (reduced + shared)
+        return spellings.norm_a(total, norm_weight), total
+
+    traced = assert_fused(function, inputs.make())
+    assert ", 1, 0.22, 0)" in traced.after[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("reduce", spellings.ALL_REDUCES)
+def test_a_finalized_partial(dtype, reduce):
+    """Attention's output projection: the op with [T, H] rows."""
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        total = spellings.ALL_REDUCES[reduce](shared @ shared.T @ shared) + residual
+        return spellings.norm_a(total, norm_weight), total
+
+    assert_fused(function, inputs.make(dtype), finalize="finalized", top_k=None)
+
+
+def test_no_residual():
+    """The embedding's all_reduce: the sum itself is what later layers read."""
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        total = spellings.functional(shared)
+        normed = spellings.norm_a(total, norm_weight)
+        return normed @ normed.T, total + 1
+
+    assert_fused(function, inputs.make(), residual="none")
+
+
+def test_an_fp32_residual_read_unrounded():
+    def function(rows, weights, index, shared, residual, norm_weight):
+        reduced = spellings.functional(spellings.where_masked(rows, weights, index))
+        total = residual.double() if residual.dtype == torch.float64 else residual.float()
+        total = total + reduced.to(total.dtype)
+        wide = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + spellings.EPS)
+        return norm_weight * wide.to(rows.dtype), total.to(rows.dtype)
+
+    assert_fused(function, inputs.make(), residual="float32")
+
+
+def test_normalised_rows_read_twice():
+    """The rows before the weight are read too: they are the op's output, and the weight stays."""
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        total = residual + spellings.functional(spellings.where_masked(rows, weights, index))
+        normed = spellings.norm_no_weight(total, norm_weight)
+        return norm_weight * normed, normed.sin()
+
+    assert_fused(function, inputs.make(missing=True), norm="no weight")
+
+
+@pytest.mark.parametrize("shape", ["[T, H]", "[B, S, H]"])
+@pytest.mark.parametrize("mode", ["static", "marked", "dynamic"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_shapes(shape, mode, dtype):
+    """A view between the collective and the add, static and symbolic, one and two symbols."""
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        reduced = spellings.functional(spellings.where_masked(rows, weights, index))
+        total = residual + reduced.view(residual.shape)
+        return spellings.norm_a(total, norm_weight), total
+
+    data = inputs.make(dtype, tokens=10, missing=True)
+    if shape == "[B, S, H]":
+        data.residual = data.residual.view(2, 5, inputs.H)
+    if mode == "marked":
+        for tensor in (data.weights, data.index, data.shared):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        torch._dynamo.mark_dynamic(data.residual, data.residual.dim() - 2)
+    if mode == "dynamic":  # a model's parameters fix K and H
+        for tensor in data.args():
+            torch._dynamo.mark_static(tensor, tensor.dim() - 1)
+    unfused = function(*data.args())
+    traced = trace(function, *data.args(), dynamic=True if mode == "dynamic" else None)
+    assert traced.report.fused == 1, str(traced.report)
+    oracle = function(*data.to(torch.float64).args())
+    for got, plain, want in zip(traced.output, unfused, oracle, strict=True):
+        assert got.shape == plain.shape
+        assert error(got, want) <= 1.02 * error(plain, want) + 3e-7

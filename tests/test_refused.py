@@ -1,0 +1,283 @@
+"""What is left alone: each with its reason, the graph untouched, the numbers those of eager."""
+
+from __future__ import annotations
+
+import inputs
+import pytest
+import spellings
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from conftest import make_fake_group
+from torch.fx.experimental.proxy_tensor import make_fx
+from tracing import CEILING, trace
+
+from moe_fusion import FusionConfig, MoEFusionPass, UnfusedTailError
+
+finalize = spellings.where_masked
+reduce = spellings.functional
+norm = spellings.norm_a
+
+CASES = {}
+
+
+def case(reason):
+    def register(function):
+        CASES[function.__name__] = (function, reason)
+        return function
+
+    return register
+
+
+def reduced(rows, weights, index):
+    return reduce(finalize(rows, weights, index))
+
+
+@case("the reduction is 'avg': expected 'sum'")
+def average(rows, weights, index, shared, residual, norm_weight):
+    total = residual + funcol.all_reduce(finalize(rows, weights, index), "avg", "0")
+    return norm(total, norm_weight), total
+
+
+@case("the reduction is 'max': expected 'sum'")
+def maximum(rows, weights, index, shared, residual, norm_weight):
+    total = residual + funcol.all_reduce(finalize(rows, weights, index), "max", "0")
+    return norm(total, norm_weight), total
+
+
+@case("what the all_reduce feeds is read several times (aten.add.Tensor, aten.mul.Tensor)")
+def all_reduce_read_elsewhere(rows, weights, index, shared, residual, norm_weight):
+    y = reduced(rows, weights, index)
+    total = residual + y
+    return norm(total, norm_weight), y * 2
+
+
+@case("what the all_reduce feeds is read several times (aten.add.Tensor)")
+def all_reduce_returned(rows, weights, index, shared, residual, norm_weight):
+    y = reduced(rows, weights, index)
+    total = residual + y
+    return norm(total, norm_weight), y
+
+
+@case(
+    "an intermediate is read elsewhere: aten.sum.dim_IntList (sum_1) is also read by aten.mul.Tensor"
+)
+def finalize_read_elsewhere(rows, weights, index, shared, residual, norm_weight):
+    routed = finalize(rows, weights, index)
+    total = residual + reduce(routed)
+    return norm(total, norm_weight), routed * 2
+
+
+@case("an intermediate is read elsewhere: aten.sum.dim_IntList (sum_1) is also read by output")
+def finalize_returned(rows, weights, index, shared, residual, norm_weight):
+    routed = finalize(rows, weights, index)
+    total = residual + reduce(routed)
+    return norm(total, norm_weight), routed
+
+
+@case("the norm comes before the residual add")
+def norm_before_residual(rows, weights, index, shared, residual, norm_weight):
+    total = residual + norm(reduced(rows, weights, index), norm_weight)
+    return total, total * 2
+
+
+@case("a LayerNorm reads the sum: expected an RMSNorm")
+def layer_norm(rows, weights, index, shared, residual, norm_weight):
+    total = residual + reduced(rows, weights, index)
+    return torch.nn.functional.layer_norm(total, (inputs.H,), norm_weight), total
+
+
+@case("a LayerNorm reads the sum: expected an RMSNorm")
+def layer_norm_by_hand(rows, weights, index, shared, residual, norm_weight):
+    total = residual + reduced(rows, weights, index)
+    centred = total.float() - total.float().mean(-1, keepdim=True)
+    variance = centred.pow(2).mean(-1, keepdim=True)
+    return norm_weight * (centred * torch.rsqrt(variance + 1e-6)).to(total.dtype), total
+
+
+@case("the all_reduce comes before the finalize")
+def reduced_before_the_sum_over_experts(rows, weights, index, shared, residual, norm_weight):
+    each = reduce(rows[: index.numel()] * weights.reshape(-1, 1))
+    total = residual + each.view(*index.shape, -1).sum(1)
+    return norm(total, norm_weight), total
+
+
+@case("a slice comes between the all_reduce and the norm")
+def slice_between(rows, weights, index, shared, residual, norm_weight):
+    total = residual[:3] + reduced(rows, weights, index)[:3]
+    return norm(total, norm_weight), total
+
+
+@case("a cat comes between the all_reduce and the norm")
+def cat_between(rows, weights, index, shared, residual, norm_weight):
+    total = torch.cat([residual, reduced(rows, weights, index)])
+    return norm(total, norm_weight), total
+
+
+@case("a view splits the rows")
+def rows_split(rows, weights, index, shared, residual, norm_weight):
+    total = (residual + reduced(rows, weights, index)).view(-1, inputs.H // 2)
+    return norm(total, norm_weight[: inputs.H // 2]), total
+
+
+@case("no RMSNorm reads the sum")
+def no_norm(rows, weights, index, shared, residual, norm_weight):
+    return residual + reduced(rows, weights, index), residual * 2
+
+
+@case("aten.sin comes between the all_reduce and the norm")
+def activation_between(rows, weights, index, shared, residual, norm_weight):
+    total = residual + torch.sin(reduced(rows, weights, index))
+    return norm(total, norm_weight), total
+
+
+@case("aten.add.Tensor comes between the all_reduce and the norm")
+def alpha(rows, weights, index, shared, residual, norm_weight):
+    total = torch.add(residual, reduced(rows, weights, index), alpha=2)
+    return norm(total, norm_weight), total
+
+
+@case("the residual is torch.float32 but its sum is read rounded to torch.bfloat16")
+def wide_residual_read_rounded(rows, weights, index, shared, residual, norm_weight):
+    wide = residual.float() * 1.001
+    total = (wide + reduced(rows, weights, index).float()).to(rows.dtype)
+    return norm(total, norm_weight), total
+
+
+@case("what is added after the reduction is torch.float32: expected torch.bfloat16")
+def wide_replicated(rows, weights, index, shared, residual, norm_weight):
+    y = reduced(rows, weights, index).float() + shared.float() * 1.001
+    total = residual.float() + y
+    wide = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return norm_weight * wide.to(rows.dtype), total
+
+
+@case("the norm's weight is computed from the sum")
+def weight_from_the_sum(rows, weights, index, shared, residual, norm_weight):
+    total = residual + reduced(rows, weights, index)
+    return norm(total, total.mean(0)), total
+
+
+def untouched(function, reason, data, config=None, count=1):
+    eager = function(*data.args())
+    traced = trace(function, *data.args(), config=config)
+    assert traced.report.fused == 0, str(traced.report)
+    assert dict(traced.report.refusals) == {reason: count}
+    assert traced.before == traced.after
+    assert traced.report.all_reduces_after == traced.report.all_reduces_before == count
+    assert reason in str(traced.report)
+    for got, want in zip(traced.output, eager, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("name", CASES)
+def test_refused(name):
+    function, reason = CASES[name]
+    untouched(function, reason, inputs.make(missing=True))
+
+
+def plain_tail(rows, weights, index, shared, residual, norm_weight):
+    total = residual + reduced(rows, weights, index)
+    return norm(total, norm_weight), total
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_the_token_ceiling():
+    config = FusionConfig(token_ceiling=inputs.T - 1)
+    reason = f"token ceiling: expected at most {inputs.T - 1} tokens, got {inputs.T}"
+    untouched(plain_tail, reason, inputs.make(), config)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_kind_that_the_configuration_leaves_out():
+    reason = "the configuration does not fuse unfinalized tails: fuse=('finalized',)"
+    untouched(plain_tail, reason, inputs.make(), FusionConfig(fuse=("finalized",)))
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 16])
+def test_world_sizes_without_a_kernel(world_size):
+    make_fake_group(world_size)
+    reason = f"world size: expected one of (2, 4, 8), got {world_size}"
+    untouched(plain_tail, reason, inputs.make(), FusionConfig(token_ceiling=CEILING))
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_hidden_size_that_no_vector_load_divides():
+    reason = "hidden size: expected a multiple of 8 in [16, 16384], got 20"
+    untouched(plain_tail, reason, inputs.make(hidden=20))
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_more_experts_a_token_than_are_tested():
+    reason = "top-k: expected 1 to 32 experts, got 33"
+    untouched(plain_tail, reason, inputs.make(top_k=33), FusionConfig(token_ceiling=CEILING))
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_two_chained_all_reduces():
+    def function(rows, weights, index, shared, residual, norm_weight):
+        total = residual + reduce(reduced(rows, weights, index).view(-1, inputs.H))
+        return norm(total, norm_weight), total
+
+    untouched(function, "two all_reduces are chained", inputs.make(), count=2)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_coalesced_all_reduce():
+    def function(rows, weights, index, shared, residual, norm_weight):
+        parts = [finalize(rows, weights, index), shared]
+        first, second = funcol.all_reduce_coalesced(parts, "sum", "0")
+        total = residual + first
+        return norm(total, norm_weight), second * 2
+
+    untouched(function, "the all_reduce is coalesced with others", inputs.make())
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_graph_with_a_backward():
+    data = inputs.make(torch.float32)
+    data.residual.requires_grad_()
+    torch._dynamo.reset()
+    fusion = MoEFusionPass(FusionConfig(token_ceiling=CEILING))
+    compiled = torch.compile(plain_tail, options={"post_grad_custom_pre_pass": fusion})
+    with torch._inductor.config.patch(force_disable_caches=True):
+        compiled(*data.args())[0].sum().backward()
+    grad, data.residual.grad = data.residual.grad, None
+    plain_tail(*data.args())[0].sum().backward()
+    torch.testing.assert_close(grad, data.residual.grad)
+    assert fusion.report.graphs == 2
+    assert dict(fusion.report.refusals) == {"the graph has a backward: inference only": 1}
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_group_of_another_process():
+    def function(rows, weights, index, shared, residual, norm_weight):
+        summed = torch.ops._c10d_functional.all_reduce(finalize(rows, weights, index), "sum", "77")
+        total = residual + torch.ops._c10d_functional.wait_tensor(summed)
+        return norm(total, norm_weight), total
+
+    gm = make_fx(function, tracing_mode="fake")(*inputs.make().args())
+    before = str(gm.graph)
+    fusion = MoEFusionPass()
+    fusion(gm.graph)
+    assert str(gm.graph) == before
+    reason = "group_name: expected a process group of this process, one of ['0'], got '77'"
+    assert dict(fusion.report.refusals) == {reason: 1}
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_strict_raises_for_a_moe_tail_only():
+    config = FusionConfig(token_ceiling=1, strict=True)
+    with pytest.raises(Exception, match="expected at most 1 tokens, got 6") as caught:
+        trace(plain_tail, *inputs.make().args(), config=config)
+    assert isinstance(caught.value.__cause__ or caught.value.inner_exception, UnfusedTailError)
+
+    def attention(rows, weights, index, shared, residual, norm_weight):
+        total = residual + reduce(shared)
+        return norm(total, norm_weight), total
+
+    traced = trace(attention, *inputs.make().args(), config=config)
+    assert traced.report.refusals.total() == 1
+    assert torch.equal(traced.output[1], attention(*inputs.make().args())[1])
+    assert dist.is_initialized()

@@ -91,7 +91,8 @@ def _reference_kernel(*operands: object) -> tuple[Tensor, Tensor]:
     return norm_out.contiguous(), residual_out.contiguous()
 
 
-def _fake_kernel(*operands: object) -> tuple[Tensor, Tensor]:
+def fake_outputs(*operands: object) -> tuple[Tensor, Tensor]:
+    """The outputs' shapes, dtypes and strides, as the op's fake kernel gives them."""
     args = _arguments(*operands[:-1])
     shape = (args.num_tokens, args.hidden_dim)
     norm_out = args.routed.new_empty(shape)
@@ -106,5 +107,5 @@ for _overload in _OVERLOADS:
     _name = f"finalize_allreduce_rms_norm{_overload}"
     _library.impl(_name, _reference_kernel, "CPU")
     _library.impl(_name, _reference_kernel, "CUDA")
-    torch.library.register_fake(f"moe_fusion::{_name}", _fake_kernel, lib=_library)
+    torch.library.register_fake(f"moe_fusion::{_name}", fake_outputs, lib=_library)
     torch.library.register_autograd(f"moe_fusion::{_name}", _backward, lib=_library)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +26,19 @@ class Emitter:
     graph: Graph
     source: Node
 
-    def call(self, target: Any, *args: Any) -> Node:
-        """A call of ``target``."""
+    def call(self, target: Any, *args: Any, fake: Callable[..., Any] | None = None) -> Node:
+        """A call of ``target``.
+
+        Args:
+            target: what to call.
+            args: its arguments, nodes or values.
+            fake: computes the result on fake tensors in the place of ``target``, without the
+                dispatcher, which takes as long as all the rest of a rewrite.
+        """
         node = self.graph.call_function(target, args)
         values = map_arg(args, lambda arg: arg.meta["val"])
-        fake_mode = self.source.meta["val"].fake_mode
-        with fake_mode:
-            node.meta["val"] = target(*values)
+        with self.source.meta["val"].fake_mode:
+            node.meta["val"] = (fake or target)(*values)
         for key in ("stack_trace", "source_fn_stack", "nn_module_stack"):
             if key in self.source.meta:
                 node.meta[key] = self.source.meta[key]

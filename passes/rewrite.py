@@ -17,7 +17,7 @@ import torch
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
-from moe_fusion.op import OP, OP_EPS_TENSOR
+from moe_fusion.op import OP, OP_EPS_TENSOR, fake_outputs
 from moe_fusion.passes.emit import Emitter
 from moe_fusion.passes.finalize import Finalize, in_token_order
 from moe_fusion.passes.nodes import aten, shape, strip_casts
@@ -71,6 +71,7 @@ def _emit_call(emit: Emitter, tail: Tail) -> Node:
         partial.scale,
         after.output_scale,
         tail.anchor.group,
+        fake=fake_outputs,
     )
 
 

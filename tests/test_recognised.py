@@ -1,7 +1,7 @@
 """What is matched: every spelling of every part is fused, with the right numbers.
 
-Numbers are compared with the same function in fp64; the fused graph's error may not exceed that of the
-unfused one, but for the last bit of a value that both round.
+Numbers are compared with the same function in fp64; the fused graph's error may not exceed that of
+the unfused one, but for the last bit of a value that both round.
 """
 
 from __future__ import annotations

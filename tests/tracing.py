@@ -1,7 +1,7 @@
 """Compile a function as far as Inductor's post-grad stage, run the pass there, and run the result.
 
-No code is generated: the rewritten graph runs eagerly, so that a case takes a fraction of a second. The
-process group is a fake one of any size, whose all_reduce leaves its input as it is.
+No code is generated: the rewritten graph runs eagerly, so that a case takes a fraction of a second.
+The process group is a fake one of any size, whose all_reduce leaves its input as it is.
 """
 
 from __future__ import annotations

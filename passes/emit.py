@@ -11,7 +11,18 @@ from torch import SymInt
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from moe_fusion.passes.nodes import Size, arg, aten, calls, dtype, prims, same, same_shape, shape
+from moe_fusion.passes.nodes import (
+    Size,
+    arg,
+    aten,
+    calls,
+    dtype,
+    is_reshape,
+    prims,
+    same,
+    same_shape,
+    shape,
+)
 
 
 @dataclass(frozen=True)
@@ -50,15 +61,16 @@ class Emitter:
 
     def rows(self, node: Node) -> Node:
         """``node`` as [T, H]."""
-        sizes = shape(node)
-        return node if len(sizes) == 2 else self.reshape(node, -1, _static(sizes[-1]))
+        return self.columns(node, _static(shape(node)[-1]))
 
-    def reshape_to_columns(self, node: Node, columns: int) -> Node:
-        """``node`` as [-1, columns]."""
-        sizes = shape(node)
-        if len(sizes) == 2 and same(sizes[1], columns):
-            return node
-        return self.reshape(node, -1, columns)
+    def columns(self, node: Node, columns: int) -> Node:
+        """``node`` as [-1, columns]: what it was reshaped from, if that had this shape."""
+        source = node
+        while not (len(shape(source)) == 2 and same(shape(source)[1], columns)):
+            if not is_reshape(source):
+                return self.reshape(node, -1, columns)
+            source = arg(source, 0)
+        return source
 
     def size(self, node: Node, dim: int) -> int | Node:
         """The size of ``node`` along ``dim``: a constant, or a node that holds it."""

@@ -7,20 +7,24 @@ our own pass and keeps theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch._inductor.config as inductor_config
+from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from moe_fusion.config import FusionConfig, set_active_config
 from moe_fusion.passes.fusion_pass import MoEFusionPass
+from moe_fusion.passes.guards import has_backward
 from moe_fusion.passes.report import FusionReport
 
 _SLOT = "post_grad_custom_pre_pass"
+# torch 2.11 has no such class, and no pass there asks for the second argument.
+_INFERENCE_AWARE = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", ())
 
 
 class ChainedPass(CustomGraphPass):
@@ -28,25 +32,26 @@ class ChainedPass(CustomGraphPass):
 
     Args:
         ours: the fusion pass.
-        theirs: what the slot held: a callable, a ``CustomGraphPass``, or (torch 2.13) several.
+        theirs: the passes of others, each a callable or a ``CustomGraphPass``.
     """
 
-    def __init__(self, ours: MoEFusionPass, theirs: Any) -> None:
+    def __init__(self, ours: MoEFusionPass, theirs: tuple[Any, ...]) -> None:
         self.ours = ours
-        self.slot = theirs
-        several = isinstance(theirs, (list, tuple))
-        self.theirs: tuple[Callable[[Graph], None], ...] = tuple(theirs) if several else (theirs,)
+        self.theirs = theirs
 
     def __call__(self, graph: Graph) -> None:
         """Run all of them on ``graph``."""
         self.ours(graph)
         for theirs in self.theirs:
-            theirs(graph)
+            if isinstance(theirs, _INFERENCE_AWARE):
+                theirs(graph, is_inference=not has_backward(graph))
+            else:
+                theirs(graph)
 
     def uuid(self) -> Any:
         """All identities together; None, which turns caching off, where one of theirs has none."""
         uuids = [getattr(theirs, "uuid", lambda: None)() for theirs in self.theirs]
-        return None if None in uuids else (self.ours.uuid(), *uuids)
+        return (self.ours.uuid(), *uuids) if all(uuids) else None
 
 
 @dataclass(frozen=True)
@@ -60,17 +65,21 @@ class _Installed:
 _installed: _Installed | None = None
 
 
-def _without_ours(slot: Any) -> Any:
-    """What the slot holds apart from our own pass."""
+def _others(slot: Any) -> tuple[Any, ...]:
+    """The passes in the slot that are not ours, in order."""
+    if slot is None or isinstance(slot, MoEFusionPass):
+        return ()
     if isinstance(slot, ChainedPass):
-        return slot.slot
-    return None if isinstance(slot, MoEFusionPass) else slot
+        return slot.theirs
+    if isinstance(slot, (list, tuple)):  # torch 2.13 takes several
+        return tuple(other for each in slot for other in _others(each))
+    return (slot,)
 
 
 def _put(ours: MoEFusionPass) -> _Installed:
     slot = getattr(inductor_config, _SLOT)
-    theirs = _without_ours(slot)
-    setattr(inductor_config, _SLOT, ours if theirs is None else ChainedPass(ours, theirs))
+    theirs = _others(slot)
+    setattr(inductor_config, _SLOT, ChainedPass(ours, theirs) if theirs else ours)
     return _Installed(slot, set_active_config(ours.config))
 
 
@@ -122,9 +131,12 @@ def fusing(config: FusionConfig | None = None, *, render: bool = False) -> Itera
     Yields:
         The report, which fills as graphs are compiled.
     """
+    global _installed  # noqa: PLW0603 - as above
     ours = MoEFusionPass(config, render=render)
-    previous = _put(ours)
+    previous, installed = _put(ours), _installed
     try:
         yield ours.report
     finally:
         _restore(previous)
+        # An install() inside the block goes with it: to undo it later would put our pass back.
+        _installed = installed

@@ -90,7 +90,7 @@ def _emit_partial(emit: Emitter, tail: Tail) -> tuple[Node, Node | None, Node | 
 def _emit_weights(emit: Emitter, partial: Partial, finalize: Finalize) -> Node:
     """[T, K] weights; a product of several factors is computed in fp32, so as not to round it."""
     found = [in_token_order(weight, finalize.index) for weight in finalize.weights]
-    factors = [emit.reshape_to_columns(node, finalize.top_k) for node in found if node is not None]
+    factors = [emit.columns(node, finalize.top_k) for node in found if node is not None]
     if len(factors) == 1 and not partial.tensor_scales:
         return factors[0]
     product = emit.cast(factors[0], torch.float32)
@@ -103,7 +103,7 @@ def _emit_index(emit: Emitter, finalize: Finalize) -> Node | None:
     """The [T, K] int32 map, in which torch's negative indices are counted from the start."""
     if finalize.index is None:
         return None
-    index = emit.reshape_to_columns(finalize.index, finalize.top_k)
+    index = emit.columns(finalize.index, finalize.top_k)
     if finalize.index_may_wrap:
         index = emit.call(aten.remainder.Scalar, index, emit.size(finalize.rows, 0))
     return emit.cast(index, torch.int32)

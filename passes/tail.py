@@ -19,6 +19,7 @@ from moe_fusion.passes.nodes import (
     Size,
     describe,
     dtype,
+    is_widening,
     num_rows,
     same,
     shape,
@@ -85,8 +86,10 @@ class Tail:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """Every node that the op takes the place of."""
-        return (*self.interior, self.after.residual_sum, self.after.norm.output)
+        """Every node that the op takes the place of, and the conversions in between."""
+        after = self.after
+        widened = tuple(user for user in after.residual_sum.users if is_widening(user))
+        return (*self.interior, after.residual_sum, *widened, after.norm.output)
 
     @property
     def interior(self) -> tuple[Node, ...]:

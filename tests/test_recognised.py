@@ -93,7 +93,7 @@ def test_norm_weight_dtypes_are_right_or_refused(name, activation, weight):
 
 
 def before(scale_first, flip):
-    """Shared expert added before the all_reduce, the scale on the routed experts alone or on both."""
+    """Shared expert added before the all_reduce, the scale on routed experts alone or on both."""
 
     def combine(partial, shared):
         pair = (partial * SCALE, shared) if scale_first else (partial, shared)

@@ -60,7 +60,8 @@ def all_reduce_returned(rows, weights, index, shared, residual, norm_weight):
 
 
 @case(
-    "an intermediate is read elsewhere: aten.sum.dim_IntList (sum_1) is also read by aten.mul.Tensor"
+    "an intermediate is read elsewhere: "
+    "aten.sum.dim_IntList (sum_1) is also read by aten.mul.Tensor"
 )
 def finalize_read_elsewhere(rows, weights, index, shared, residual, norm_weight):
     routed = finalize(rows, weights, index)

@@ -162,7 +162,7 @@ def test_two_layers_with_different_eps():
 
 
 def test_negative_indices_of_an_unmasked_gather_count_from_the_end():
-    """``rows[-1]`` is the last row in torch, so it is in the fused graph: -1 means absent only if masked."""
+    """``rows[-1]`` is the last row in torch; -1 means absent only where the graph masks it."""
 
     def function(rows, weights, index, shared, residual, norm_weight):
         total = residual + reduce(spellings.unmasked(rows, weights, index))

@@ -37,19 +37,22 @@ class Emitter:
     graph: Graph
     source: Node
 
-    def call(self, target: Any, *args: Any, fake: Callable[..., Any] | None = None) -> Node:
+    def call(
+        self, target: Any, *args: Any, fake: Callable[..., Any] | None = None, **kwargs: Any
+    ) -> Node:
         """A call of ``target``.
 
         Args:
             target: what to call.
             args: its arguments, nodes or values.
+            kwargs: more of them, values only.
             fake: computes the result on fake tensors in the place of ``target``, without the
                 dispatcher, which takes as long as all the rest of a rewrite.
         """
-        node = self.graph.call_function(target, args)
+        node = self.graph.call_function(target, args, kwargs)
         values = map_arg(args, lambda arg: arg.meta["val"])
         with self.source.meta["val"].fake_mode:
-            node.meta["val"] = (fake or target)(*values)
+            node.meta["val"] = (fake or target)(*values, **kwargs)
         for key in ("stack_trace", "source_fn_stack", "nn_module_stack"):
             if key in self.source.meta:
                 node.meta[key] = self.source.meta[key]

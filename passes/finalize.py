@@ -1,50 +1,34 @@
 """How the top-k reduction is written: from the all_reduce up to GEMM2's rows.
 
-Matches a sum over K of weighted rows, ``sum(weight * rows, dim=K)``, and composes it from one small
-step for each layer that may lie between the sum and the rows: the weight, the gather that puts
-permuted rows back, the mask of rows that are not on this rank, views and conversions. A step is a
-function listed in ``STEPS``; a new spelling is one more.
-
-Until the gather is met, walking up, values are indexed by token and expert ([T, K, ...] or [T*K,
-...]); above it they are indexed by permuted row.
+A *reduction* is one way to sum over K: a function in ``REDUCTIONS`` that says where the walk up to
+the rows (:mod:`moe_fusion.passes.rows`) begins. A new way to sum is one more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from torch.fx import Node
 
 from moe_fusion.passes.nodes import (
+    Size,
     arg,
     aten,
     calls,
     constant,
     either_order,
-    getitem_of,
     has_value,
     is_cast,
     is_reshape,
-    is_scalar_tensor,
-    is_widening,
-    keeps_rows,
     mul_operands,
-    prims,
+    past_units,
     same,
+    same_shape,
     shape,
-    strip_casts,
-    strip_reshapes,
 )
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A factor of the rows: one number for each token and expert, or for each permuted row."""
-
-    node: Node
-    permuted: bool
+from moe_fusion.passes.routing import Index, Mask, tokens_of, unclamped
+from moe_fusion.passes.rows import Walk, Weight
 
 
 @dataclass(frozen=True)
@@ -54,204 +38,183 @@ class Finalize:
     Attributes:
         rows: [R, H], what GEMM2 left.
         top_k: K.
-        weights: the factors of the rows, at least one.
-        index: for each token and expert its row, or None when the rows are token-major.
-        index_may_wrap: whether a negative entry of ``index`` counts from the end, as torch indexes.
+        weights: the factors of the rows.
+        index: the map, or None when the rows are token-major.
+        absent: a map whose negative entries drop their row, or None.
+        masks: what else drops rows.
         scale: constant factors.
+        base: what the sum is added to, or None.
         interior: the nodes from below ``rows`` to the sum.
     """
 
     rows: Node
     top_k: int
     weights: tuple[Weight, ...]
-    index: Node | None
-    index_may_wrap: bool
+    index: Index | None
+    absent: Node | None
+    masks: tuple[Mask, ...]
     scale: float
+    base: Node | None
     interior: tuple[Node, ...]
 
 
-@dataclass
-class Walk:
-    """The way up so far; ``node`` is what has still to be explained."""
+@dataclass(frozen=True)
+class Reduction:
+    """Where the walk begins: the tensor that is summed over K, and what the sum already says."""
 
-    node: Node
-    weights: list[Weight] = field(default_factory=list)
-    index: Node | None = None
-    present: Node | None = None
-    scale: float = 1.0
-    interior: list[Node] = field(default_factory=list)
-
-    def step(self, source: Node) -> bool:
-        """Go up to ``source``, past the current node."""
-        self.interior.append(self.node)
-        self.node = source
-        return True
+    walk: Walk
+    top_k: int
+    base: Node | None = None
 
 
-def through_view(walk: Walk) -> bool:
-    """Matches a view under which rows stay rows."""
-    return keeps_rows(walk.node) and walk.step(arg(walk.node, 0))
-
-
-def through_cast(walk: Walk) -> bool:
-    """Matches a conversion, up of the rows or down of a product."""
-    node = walk.node
-    if not is_cast(node):
-        return False
-    return (is_widening(node) or bool(mul_operands(arg(node, 0)))) and walk.step(arg(node, 0))
-
-
-def weighted(walk: Walk) -> bool:
-    """Matches ``rows * weight[..., None]``, either way round, and ``rows * 2.5``."""
-    for rows, factor in either_order(mul_operands(walk.node)):
-        if not has_value(rows):
-            continue
-        number = constant(factor)
-        if number is not None:
-            walk.scale *= number
-            return walk.step(rows)
-        if is_scalar_tensor(factor) or not has_value(factor):
-            continue
-        if same(shape(factor)[-1], 1) and same(shape(rows)[-1], shape(walk.node)[-1]):
-            walk.weights.append(Weight(factor, permuted=walk.index is not None))
-            return walk.step(rows)
-    return False
-
-
-def gathered(walk: Walk) -> bool:
-    """Matches ``rows[index]``, once: the permuted rows put back in token order."""
-    node = walk.node
-    if walk.index is not None or not calls(node, aten.index.Tensor):
-        return False
-    rows, indices = arg(node, 0), arg(node, 1)
-    if len(indices) != 1 or not has_value(rows) or len(shape(rows)) != 2:
-        return False
-    walk.index = indices[0]
-    return walk.step(rows)
-
-
-def masked(walk: Walk) -> bool:
-    """Matches ``where(present, rows, 0)`` and ``where(absent, 0, rows)`` below the gather."""
-    node = walk.node
-    if walk.index is not None or walk.present is not None or not calls(node, aten.where.self):
-        return False
-    mask, kept, dropped = (arg(node, index) for index in range(3))
-    for rows, zero, keeps in ((kept, dropped, True), (dropped, kept, False)):
-        if constant(zero) == 0.0 and has_value(rows) and same(shape(mask)[-1], 1):
-            source = validity(strip_reshapes(mask), keeps=keeps)
-            if source is None:
-                return False
-            walk.present = source
-            return walk.step(rows)
-    return False
-
-
-STEPS: tuple[Callable[[Walk], bool], ...] = (through_view, through_cast, weighted, gathered, masked)
-
-
-def validity(mask: Node, *, keeps: bool) -> Node | None:
-    """The map of which ``mask`` says that an entry is (``keeps``) or is not on this rank."""
-    present = {(aten.ge.Scalar, 0), (aten.gt.Scalar, -1), (aten.ne.Scalar, -1)}
-    absent = {(aten.lt.Scalar, 0), (aten.le.Scalar, -1), (aten.eq.Scalar, -1)}
-    if calls(mask, aten.bitwise_not.default, aten.logical_not.default):
-        return validity(strip_reshapes(arg(mask, 0)), keeps=not keeps)
-    if mask.op != "call_function" or len(mask.args) != 2:
-        return None
-    wanted = present if keeps else absent
-    return strip_index(arg(mask, 0)) if (mask.target, arg(mask, 1)) in wanted else None
-
-
-def strip_index(node: Any) -> Any:
-    """A map before reshapes and integer conversions."""
-    while is_reshape(node) or calls(node, prims.convert_element_type.default):
-        node = arg(node, 0)
-    return node
-
-
-def unclamped(index: Any) -> Any:
-    """The map that ``index`` was before its negative entries were replaced by a readable row."""
-    index = strip_index(index)
-    if calls(index, aten.clamp_min.default) and arg(index, 1) == 0:
-        return strip_index(arg(index, 0))
-    if calls(index, aten.clamp.default) and list(index.args[1:]) == [0]:
-        return strip_index(arg(index, 0))
-    if calls(index, aten.where.self) and constant(arg(index, 2)) == 0.0:
-        source = strip_index(arg(index, 1))
-        if validity(strip_reshapes(arg(index, 0)), keeps=True) is source:
-            return source
-    return index
-
-
-def never_negative(index: Node) -> bool:
-    """Whether no entry of ``index`` is below 0, by how it was made."""
-    index = strip_index(index)
-    return unclamped(index) is not index or inverted(index) is not None
-
-
-def inverted(index: Node) -> Node | None:
-    """The permutation of which ``index`` is the inverse.
-
-    Matches ``index_put(empty, [perm], iota)``: entry ``perm[i]`` is ``i``, and no other entry is
-    defined.
-    """
-    index = strip_index(index)
-    if not calls(index, aten.index_put.default) or len(index.args) != 3:
-        return None
-    base, (perm,), positions = (arg(index, place) for place in range(3))
-    counts = calls(positions, prims.iota.default) and positions.kwargs.get("start") == 0
-    if not counts or positions.kwargs.get("step") != 1:
-        return None
-    undefined = calls(base, aten.empty.memory_format, aten.new_empty.default)
-    return perm if undefined or is_permutation(perm, base) else None
-
-
-def is_permutation(perm: Node, like: Node) -> bool:
-    """Whether ``perm`` holds each of 0..N-1 once, N the number of entries of ``like``."""
-    sort = getitem_of(perm, 1, aten.sort.default, aten.sort.stable)
-    return sort is not None and len(shape(perm)) == 1 and same(shape(perm)[0], shape(like)[0])
-
-
-def in_token_order(weight: Weight, index: Node | None) -> Node | None:
-    """``weight`` by token and expert, if the graph has it: what was permuted to get it."""
-    source = strip_reshapes(weight.node)
-    if not weight.permuted:
-        return source
-    assert index is not None
-    if not calls(source, aten.index.Tensor) or len(arg(source, 1)) != 1:
-        return None
-    perm = inverted(index)
-    return strip_casts(arg(source, 0)) if perm is arg(source, 1)[0] else None
-
-
-def _reduced_over_k(node: Node) -> tuple[Node, int] | None:
-    """The [T, K, H] tensor that ``node`` sums over K, and K."""
+def summed(node: Node) -> Reduction | None:
+    """Matches ``x[T, K, H].sum(dim=1)``."""
     if not calls(node, aten.sum.dim_IntList) or set(node.kwargs) - {"dtype"}:
         return None
     source, dims, keepdim = arg(node, 0), arg(node, 1), node.args[2:]
     rank = len(shape(source))
     if any(keepdim) or rank < 3 or list(dims) not in ([rank - 2], [-2]):
         return None
-    top_k = shape(source)[rank - 2]
-    return (source, top_k) if isinstance(top_k, int) else None
+    return _starting_at(source, shape(source)[rank - 2])
+
+
+def _starting_at(source: Node, top_k: Size, *weights: Weight) -> Reduction | None:
+    if not isinstance(top_k, int):
+        return None
+    return Reduction(Walk(source, weights=list(weights)), top_k)
+
+
+def multiplied(node: Node) -> Reduction | None:
+    """Matches ``w[T, 1, K] @ x[T, K, H]`` and ``x[T, H, K] @ w[T, K, 1]`` (einsum, bmm)."""
+    if not calls(node, aten.bmm.default):
+        return None
+    left, right = arg(node, 0), arg(node, 1)
+    _, rows, columns = shape(node)
+    if same(rows, 1) and not same(columns, 1):
+        return _starting_at(right, shape(right)[1], Weight(left, permuted=False))
+    source = _transposed(left)
+    if same(columns, 1) and source is not None:
+        return _starting_at(source, shape(left)[2], Weight(right, permuted=False))
+    return None
+
+
+def _transposed(node: Node) -> Node | None:
+    """The [T, K, H] tensor of which ``node`` is the [T, H, K] transpose."""
+    axes = [0, 1, 2]
+    while is_cast(node) or calls(node, aten.permute.default):
+        if calls(node, aten.permute.default):
+            axes = [arg(node, 1)[axis] for axis in axes]
+        node = arg(node, 0)
+        if axes == [0, 2, 1]:
+            return node
+    return None
+
+
+def one_expert(node: Node) -> Reduction | None:
+    """Matches ``x[T, H, 1] * w[T, 1, 1]``, what an einsum over K = 1 leaves."""
+    for rows, weight in either_order(mul_operands(node)):
+        if not (has_value(rows) and has_value(weight)) or len(shape(rows)) != 3:
+            continue
+        tokens = shape(rows)[0]
+        source = _transposed(rows)
+        fits = same(shape(rows)[2], 1) and same_shape(shape(weight), (tokens, 1, 1))
+        if fits and source is not None and same_shape(shape(node), shape(rows)):
+            return _starting_at(source, 1, Weight(weight, permuted=False))
+    return None
+
+
+def added_by_token(node: Node) -> Reduction | None:
+    """Matches ``base.index_add(0, perm // K, rows)`` and the same with scatter_add.
+
+    The base is zeros, or an addend such as the shared expert's output.
+    """
+    operands = _accumulation(node)
+    if operands is None:
+        return None
+    base, tokens, rows = operands
+    if len(shape(rows)) != 2 or len(shape(base)) != 2:
+        return None
+    for top_k in _divisor(tokens):
+        perm = tokens_of(tokens, top_k)
+        if perm is None or not same(shape(perm)[0], shape(base)[0] * top_k):
+            continue
+        walk = Walk(rows, index=Index(perm, inverse=True))
+        return Reduction(walk, top_k, None if constant(base) == 0.0 else base)
+    return None
+
+
+def _accumulation(node: Node) -> tuple[Node, Node, Node] | None:
+    """The base, the index and the rows that ``node`` adds to the base along dimension 0."""
+    if calls(node, aten.index_add.default, aten.scatter_add.default) and len(node.args) == 4:
+        plain = node.kwargs.get("alpha", 1) == 1 and arg(node, 1) == 0
+        return (arg(node, 0), arg(node, 2), arg(node, 3)) if plain else None
+    # index_add decomposes into an accumulating index_put in most dtypes.
+    if calls(node, aten.index_put.default) and node.args[3:] == (True,) and len(arg(node, 1)) == 1:
+        return arg(node, 0), arg(node, 1)[0], arg(node, 2)
+    return None
+
+
+def _divisor(tokens: Node) -> tuple[int, ...]:
+    """The constant by which a token index was divided, if there is one above it."""
+    node = tokens
+    while node.op == "call_function" and node.args:
+        if calls(node, aten.div.Tensor_mode, aten.div.Scalar_mode, aten.floor_divide.default):
+            number = constant(arg(node, 1))
+            return () if number is None else (int(number),)
+        if not isinstance(arg(node, 0), Node):
+            break
+        node = arg(node, 0)
+    return ()
+
+
+REDUCTIONS: tuple[Callable[[Node], Reduction | None], ...] = (
+    summed,
+    multiplied,
+    one_expert,
+    added_by_token,
+)
 
 
 def match_finalize(node: Node) -> Finalize | None:
     """The top-k reduction that ``node`` ends, or None."""
-    reduced = _reduced_over_k(node)
-    if reduced is None:
+    ends: list[Node] = []
+    reduction = _reduction_of(node)
+    while reduction is None and (passed := past_units(node)):
+        ends += passed
+        node = arg(passed[-1], 0)
+        reduction = _reduction_of(node)
+    if reduction is None:
         return None
-    walk = Walk(reduced[0])
-    while any(step(walk) for step in STEPS):
-        pass
-    index = walk.index
-    if not walk.weights or any(in_token_order(w, index) is None for w in walk.weights):
-        return None
+    return _explain(reduction, (*ends, node))
+
+
+def _reduction_of(node: Node) -> Reduction | None:
+    return next((found for form in REDUCTIONS if (found := form(node)) is not None), None)
+
+
+def _explain(reduction: Reduction, ends: tuple[Node, ...]) -> Finalize | None:
+    walk = reduction.walk
+    walk.run()
+    # A view of the rows is the rows: whoever else reads it may.
+    while walk.interior and (is_reshape(walk.interior[-1]) or past_units(walk.interior[-1])):
+        walk.interior.pop()
+    masks, absent = list(walk.masks), None
     if walk.present is not None:
-        if index is None or unclamped(index) is not walk.present:
-            return None
-        index = walk.present
-    may_wrap = walk.present is None and index is not None and not never_negative(index)
-    interior = (node, *walk.interior)
+        source, mask = walk.present
+        if mask is None or (walk.index is not None and unclamped(walk.index.node) is source):
+            absent = source
+        else:
+            masks.append(mask)
+    if not walk.weights and walk.index is None:
+        return None
     return Finalize(
-        walk.node, reduced[1], tuple(walk.weights), index, may_wrap, walk.scale, interior
+        walk.node,
+        reduction.top_k,
+        tuple(walk.weights),
+        walk.index,
+        absent,
+        tuple(masks),
+        walk.scale,
+        reduction.base,
+        (*ends, *walk.interior),
     )

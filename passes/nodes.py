@@ -102,6 +102,26 @@ def keeps_rows(node: Node) -> bool:
     return calls(node, *_COPIES)
 
 
+def past_units(node: Node) -> list[Node]:
+    """The views from ``node`` up under which the elements keep their order, or nothing.
+
+    A reshape always keeps it; permutes keep it when together they only move dimensions of size 1.
+    """
+    if is_reshape(node):
+        return [node]
+    passed: list[Node] = []
+    axes = list(range(len(shape(node)))) if has_value(node) else []
+    while calls(node, aten.permute.default):
+        passed.append(node)
+        axes = [arg(node, 1)[axis] for axis in axes]
+        node = arg(node, 0)
+        sizes = shape(node)
+        order = [axis for axis in axes if not same(sizes[axis], 1)]
+        if order == sorted(order):
+            return passed
+    return []
+
+
 def is_reshape(node: object) -> TypeGuard[Node]:
     """Whether ``node`` only gives its input, in the same order of elements, another shape."""
     return calls(node, *_RESHAPES, *_COPIES)

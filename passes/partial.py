@@ -71,7 +71,8 @@ def _with_finalize(node: Node) -> Partial | None:
     """The partial that ends at ``node``, if there is a finalize in it."""
     finalize = match_finalize(node)
     if finalize is not None:
-        return Partial(node, finalize, finalize.scale, interior=finalize.interior)
+        shared = () if finalize.base is None else (Shared(finalize.base),)
+        return Partial(node, finalize, finalize.scale, shared=shared, interior=finalize.interior)
     if keeps_rows(node) or is_cast(node):
         inner = _with_finalize(arg(node, 0))
         return inner and inner.under(node)

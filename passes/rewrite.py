@@ -13,15 +13,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 
-import torch
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from moe_fusion.op import OP, OP_EPS_TENSOR, fake_outputs
 from moe_fusion.passes.emit import Emitter
-from moe_fusion.passes.finalize import Finalize, in_token_order
-from moe_fusion.passes.nodes import aten, shape, strip_casts
-from moe_fusion.passes.partial import Partial
+from moe_fusion.passes.emit_routing import emit_routing
+from moe_fusion.passes.nodes import shape, strip_casts
 from moe_fusion.passes.tail import Tail
 
 
@@ -82,31 +80,9 @@ def _emit_partial(emit: Emitter, tail: Tail) -> tuple[Node, Node | None, Node | 
     shared += [emit.rows(partial.routed) for partial in others]
     if first.finalize is None:
         return emit.rows(first.routed), None, None, emit.total(shared)
-    weights = _emit_weights(emit, first, first.finalize)
-    index = _emit_index(emit, first.finalize)
-    return emit.rows(first.finalize.rows), weights, index, emit.total(shared)
-
-
-def _emit_weights(emit: Emitter, partial: Partial, finalize: Finalize) -> Node:
-    """[T, K] weights; a product of several factors is computed in fp32, so as not to round it."""
-    found = [in_token_order(weight, finalize.index) for weight in finalize.weights]
-    factors = [emit.columns(node, finalize.top_k) for node in found if node is not None]
-    if len(factors) == 1 and not partial.tensor_scales:
-        return factors[0]
-    product = emit.cast(factors[0], torch.float32)
-    for factor in (*factors[1:], *partial.tensor_scales):
-        product = emit.call(aten.mul.Tensor, product, factor)
-    return product
-
-
-def _emit_index(emit: Emitter, finalize: Finalize) -> Node | None:
-    """The [T, K] int32 map, in which torch's negative indices are counted from the start."""
-    if finalize.index is None:
-        return None
-    index = emit.columns(finalize.index, finalize.top_k)
-    if finalize.index_may_wrap:
-        index = emit.call(aten.remainder.Scalar, index, emit.size(finalize.rows, 0))
-    return emit.cast(index, torch.int32)
+    weights, index = emit_routing(emit, first.finalize, first.tensor_scales)
+    rows = emit.columns(first.finalize.rows, tail.hidden_dim)
+    return rows, weights, index, emit.total(shared)
 
 
 def _erase(graph: Graph, nodes: Iterable[Node]) -> None:

@@ -140,7 +140,8 @@ def _misshapen(tail: Tail) -> NoMatch | None:
         return None
     entries = tail.num_tokens * finalize.top_k
     routing = [weight.node for weight in finalize.weights if not weight.permuted]
-    for node in routing if finalize.index is None else (*routing, finalize.index):
+    routing += [mask.node for mask in finalize.masks if not mask.permuted]
+    for node in routing if finalize.index is None else (*routing, finalize.index.node):
         if not same(prod(shape(node)), entries):
             return NoMatch(f"the routing has not T * K = {entries} entries", node)
     return None

@@ -60,16 +60,88 @@ def token_major(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
     return weighted.view(index.shape[0], index.shape[1], -1).sum(dim=1).to(rows.dtype)
 
 
+def zero_row(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    """Absent entries read a row of zeros that is appended."""
+    padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    safe = torch.where(index >= 0, index, rows.shape[0])
+    return (padded[safe] * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+
+
+def expert_parallel(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    """Sorted by expert with absent ones last, masked in that order, as transformers does."""
+    flat = index.flatten()
+    absent = flat < 0
+    order = torch.where(absent, flat.numel(), flat).sort().indices
+    gone = absent[order]
+    kept = torch.where(gone.unsqueeze(-1), 0.0, rows[: flat.numel()][flat[order].clamp(min=0)])
+    routing = torch.where(absent.view(index.shape), 0.0, weights)
+    weighted = kept * routing.flatten()[order].unsqueeze(-1)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    return weighted[inverse].view(*index.shape, -1).sum(dim=1).to(rows.dtype)
+
+
 MASKED = {
     "where": where_masked,
     "clamp_min and masked_fill": clamp_masked,
     "fp32, mask after the weight": fp32_masked,
     "MoEOutput.finalize": dataclass_form,
+    "zero row": zero_row,
+    "expert parallel": expert_parallel,
 }
+
+
+def inverse_by_argsort(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    order = index.flatten().argsort(stable=True)
+    weighted = rows[: index.numel()] * weights.flatten()[order].unsqueeze(-1)
+    return weighted[order.argsort()].view(*index.shape, -1).sum(dim=1).to(rows.dtype)
+
+
+def einsum(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    """gpt-fast."""
+    each = rows[: index.numel()].view(*index.shape, -1)
+    return torch.einsum("tei,te->ti", each, weights.to(rows.dtype))
+
+
+def _sorted(rows: Tensor, weights: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    order = torch.argsort(index.flatten(), stable=True)
+    scores = weights.flatten()[order].reshape(-1, 1)
+    return (rows[: index.numel()].to(scores.dtype) * scores).to(rows.dtype), order
+
+
+def scatter_add(rows: Tensor, weights: Tensor, index: Tensor, base: Tensor | None = None) -> Tensor:
+    """torchtitan: sorted rows added to their tokens."""
+    weighted, order = _sorted(rows, weights, index)
+    token = (order // index.shape[1]).reshape(-1, 1).expand(-1, rows.shape[1])
+    base = rows.new_zeros(index.shape[0], rows.shape[1]) if base is None else base
+    return base.scatter_add(0, token, weighted)
+
+
+def index_add(rows: Tensor, weights: Tensor, index: Tensor, base: Tensor | None = None) -> Tensor:
+    weighted, order = _sorted(rows, weights, index)
+    base = rows.new_zeros(index.shape[0], rows.shape[1]) if base is None else base
+    return base.index_add(0, order // index.shape[1], weighted)
+
+
+def index_put_bmm(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    """torchtitan: rows put back in place, then a matrix product with fp32 weights."""
+    order = torch.argsort(index.flatten(), stable=True)
+    back = torch.zeros_like(rows[: index.numel()])
+    back[order] = rows[: index.numel()]
+    wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    each = back.view(*index.shape, -1).to(wide)
+    return torch.bmm(weights.to(wide).unsqueeze(1), each).to(rows.dtype).squeeze(1)
+
+
 UNMASKED = {
     "plain gather": unmasked,
     "inverse permutation": inverse_permutation,
+    "inverse by argsort": inverse_by_argsort,
     "token-major": token_major,
+    "einsum": einsum,
+    "scatter_add": scatter_add,
+    "index_add": index_add,
+    "index_put and bmm": index_put_bmm,
 }
 FINALIZE = {**MASKED, **UNMASKED}
 

@@ -62,7 +62,7 @@ def test_finalize_spellings(name, weights, dtype):
     def cast(*args):
         return finalize(*args).to(dtype if args[0].dtype == dtype else args[0].dtype)
 
-    form = "token-major rows" if name == "token-major" else "permuted rows"
+    form = "token-major rows" if name in ("token-major", "einsum") else "permuted rows"
     assert_fused(tail(cast), data, finalize=form, top_k=inputs.K, shared="none")
 
 

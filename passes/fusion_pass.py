@@ -21,7 +21,7 @@ from moe_fusion.passes.guards import has_backward, refuse
 from moe_fusion.passes.nodes import NoMatch, dtype
 from moe_fusion.passes.partial import match_partial
 from moe_fusion.passes.render import render
-from moe_fusion.passes.report import FusionReport, Site, describe_tail, source_line
+from moe_fusion.passes.report import FusionReport, Site, describe_left, describe_tail
 from moe_fusion.passes.rewrite import rewrite
 from moe_fusion.passes.tail import Tail, match_tail
 from moe_fusion.topology import known_groups, resolve_group
@@ -58,26 +58,26 @@ class MoEFusionPass(CustomGraphPass):
         report = self.report
         anchors = all_reduce_nodes(graph)
         index, report.graphs = report.graphs, report.graphs + 1
-        report.all_reduces_before += len(anchors)
-        fused_before, refused_before = report.fused, report.refusals.total()
+        fused_before, left_before = report.fused, len(report.left)
         backward = (
             NoMatch("the graph has a backward: inference only") if has_backward(graph) else None
         )
         for node in anchors:
             if not node._erased:
                 self._visit(graph, node, index, backward)
-        left = len(all_reduce_nodes(graph))
-        report.all_reduces_after += left
+        remaining = len(all_reduce_nodes(graph))
+        report.all_reduces_before += len(anchors)
+        report.all_reduces_after += remaining
         if report.fused > fused_before:
             graph.lint()
+        reasons = dict.fromkeys(left.reason for left in report.left[left_before:])
         logger.info(
-            "graph %d: fused %d tails, all_reduces %d -> %d, refused %d%s",
+            "graph %d: fused %d tails, all_reduces %d -> %d%s",
             index,
             report.fused - fused_before,
             len(anchors),
-            left,
-            report.refusals.total() - refused_before,
-            "".join(f"; {reason}" for reason in report.refusals) if left else "",
+            remaining,
+            "".join(f"; left: {reason}" for reason in reasons),
         )
 
     def _visit(self, graph: Graph, node: Node, index: int, backward: NoMatch | None) -> None:
@@ -87,7 +87,7 @@ class MoEFusionPass(CustomGraphPass):
             assert isinstance(match, Tail)
             self._fuse(graph, match, index)
         else:
-            self._refuse(node, refusal)
+            self._refuse(node, index, refusal)
 
     def _fuse(self, graph: Graph, tail: Tail, index: int) -> None:
         facts = describe_tail(tail, index, resolve_group(tail.anchor.group).size())
@@ -97,12 +97,14 @@ class MoEFusionPass(CustomGraphPass):
         after = render(graph, [n for n in graph.nodes if n not in known]) if self.render else ""
         self.report.sites.append(Site(**facts, before=before, after=after))
 
-    def _refuse(self, node: Node, refusal: NoMatch | Refusal) -> None:
-        self.report.refusals[refusal.reason] += 1
-        where = source_line(node)
-        logger.debug("%s (%s): %s", node.name, where, refusal.reason)
+    def _refuse(self, node: Node, index: int, refusal: NoMatch | Refusal) -> None:
+        stopped_at = refusal.node if isinstance(refusal, NoMatch) else None
+        left = describe_left(node, index, refusal.reason, stopped_at)
+        self.report.left.append(left)
+        logger.debug("%s", left)
         if self.config.strict and _ends_a_finalize(node):
-            raise UnfusedTailError(f"{node.name} ({where})" if where else node.name, refusal.reason)
+            anchor = f"{node.name} ({left.source})" if left.source else node.name
+            raise UnfusedTailError(anchor, refusal.reason)
 
     def uuid(self) -> bytes:
         """Identifies the pass in compile-cache keys: another answer here means another graph.

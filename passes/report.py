@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from moe_fusion.passes.nodes import describe
 from moe_fusion.passes.tail import Tail
 
 
@@ -61,6 +62,30 @@ class Site:
         )
 
 
+@dataclass(frozen=True)
+class Left:
+    """One all_reduce that was left alone.
+
+    Attributes:
+        anchor: the name of the all_reduce.
+        graph: which of the compiled graphs it is in, from 0.
+        reason: one sentence.
+        node: the node that stopped the match, ``name = target``, or ``""`` where a guard refused.
+        source: the line of the model that wrote that node, else the all_reduce, or ``""``.
+    """
+
+    anchor: str
+    graph: int
+    reason: str
+    node: str
+    source: str
+
+    def __str__(self) -> str:
+        """One line."""
+        at = " ".join(part for part in (self.node, self.source and f"({self.source})") if part)
+        return f"{self.anchor}: {self.reason}" + (f"; stopped at {at}" if at else "")
+
+
 @dataclass
 class FusionReport:
     """What happened in every graph that the pass saw.
@@ -69,14 +94,14 @@ class FusionReport:
 
     Attributes:
         sites: the fused tails.
-        refusals: how many all_reduces were left alone, by reason.
+        left: the all_reduces that were left alone.
         graphs: how many graphs the pass saw.
         all_reduces_before: all_reduces in them before the pass.
         all_reduces_after: all_reduces left after it.
     """
 
     sites: list[Site] = field(default_factory=list)
-    refusals: Counter[str] = field(default_factory=Counter)
+    left: list[Left] = field(default_factory=list)
     graphs: int = 0
     all_reduces_before: int = 0
     all_reduces_after: int = 0
@@ -85,6 +110,11 @@ class FusionReport:
     def fused(self) -> int:
         """How many tails were fused."""
         return len(self.sites)
+
+    @property
+    def refusals(self) -> Counter[str]:
+        """How many all_reduces were left alone, by reason."""
+        return Counter(left.reason for left in self.left)
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON can hold it."""
@@ -95,16 +125,17 @@ class FusionReport:
             "fused": self.fused,
             "sites": [asdict(site) for site in self.sites],
             "refusals": dict(self.refusals),
+            "left": [asdict(left) for left in self.left],
         }
 
     def __str__(self) -> str:
-        """The whole report, one line for each tail and each reason."""
+        """The whole report, one line for each all_reduce."""
         if not self.graphs:
             return "moe-fusion: no graph reached the pass (a cached graph does not)"
         change = f"all_reduces {self.all_reduces_before} -> {self.all_reduces_after}"
         lines = [f"moe-fusion: fused {self.fused} tails in {self.graphs} graphs, {change}"]
         lines += [f"  fused {site}" for site in self.sites]
-        lines += [f"  left {count} x {reason}" for reason, count in self.refusals.most_common()]
+        lines += [f"  left {left}" for left in self.left]
         return "\n".join(lines)
 
 
@@ -148,11 +179,22 @@ def _shared_form(tail: Tail) -> str:
     return " and ".join(form for form, found in forms.items() if found) or "none"
 
 
+_LIBRARIES = ("/torch/distributed/", "/torch/_dynamo/", "/torch/nn/", "/torch/_inductor/")
+
+
 def source_line(node: Node) -> str:
-    """The innermost line of user code in the node's stack trace: ``file:line``, or ``""``."""
+    """The innermost line of the model's own code in the node's stack trace, or ``""``."""
     frames = [line.strip() for line in (node.stack_trace or "").splitlines()]
     frames = [line for line in frames if line.startswith("File ")]
-    if not frames:
+    own = [line for line in frames if not any(part in line for part in _LIBRARIES)]
+    if not (own or frames):
         return ""
-    path, line, *_ = frames[-1].removeprefix("File ").split(",")
+    path, line, *_ = (own or frames)[-1].removeprefix("File ").split(",")
     return f"{path.strip(chr(34))}:{line.removeprefix(' line ')}"
+
+
+def describe_left(anchor: Node, graph: int, reason: str, stopped_at: Node | None) -> Left:
+    """The record of an all_reduce that stays."""
+    node = "" if stopped_at is None else f"{stopped_at.name} = {describe(stopped_at)}"
+    source = (stopped_at is not None and source_line(stopped_at)) or source_line(anchor)
+    return Left(anchor.name, graph, reason, node, source)

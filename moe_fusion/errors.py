@@ -4,6 +4,12 @@
     +-- ConfigError          (ValueError)    a FusionConfig field or MOE_FUSION_* variable is wrong
     +-- UnfusedTailError     (RuntimeError)  strict mode: a tail of a MoE producer was refused
     +-- InferenceOnlyError   (RuntimeError)  a gradient was asked of the fused op
+    +-- ModelError           (ValueError)    a command was asked for a model that it cannot build
+    +-- MissingModelsExtraError (ImportError)  a command needs transformers
+    +-- RankFailedError      (RuntimeError)  a rank that the CLI started raised or died
+    +-- RankTimeoutError     (RuntimeError)  ranks that the CLI started did not finish in time
+    +-- RanksDisagreeError   (RuntimeError)  ranks fused differently
+    +-- WrongResultError     (RuntimeError)  fused and unfused outputs differ
 
 Wrong arguments to a function are plain ``TypeError`` (kind or dtype) and ``ValueError`` (shape,
 device or value), always with what was expected and what was got.
@@ -37,4 +43,50 @@ class InferenceOnlyError(MoEFusionError, RuntimeError):
         super().__init__(
             "moe_fusion::finalize_allreduce_rms_norm is for inference only: expected no backward "
             "through it, got a call of backward(); run the model under torch.no_grad()"
+        )
+
+
+class ModelError(MoEFusionError, ValueError):
+    """A command was asked for a model that it cannot build; the message says why."""
+
+
+class MissingModelsExtraError(MoEFusionError, ImportError):
+    """A command that builds transformers models was called without the ``models`` extra."""
+
+    def __init__(self, module: str) -> None:
+        super().__init__(
+            f"expected the package {module!r} to build the model, got an environment without it: "
+            'pip install "moe-fusion[models]"'
+        )
+
+
+class RankFailedError(MoEFusionError, RuntimeError):
+    """A rank raised or died, so the whole run was ended."""
+
+    def __init__(self, rank: int, cause: str) -> None:
+        super().__init__(f"rank {rank} failed: {cause}")
+
+
+class RankTimeoutError(MoEFusionError, RuntimeError):
+    """Ranks were still running at the time limit, so the whole run was ended."""
+
+    def __init__(self, ranks: list[int], time_limit_seconds: float) -> None:
+        super().__init__(
+            f"expected every rank to finish within {time_limit_seconds:g} s, got none from {ranks}"
+        )
+
+
+class RanksDisagreeError(MoEFusionError, RuntimeError):
+    """The ranks fused differently, which would hang or be wrong on a real machine."""
+
+    def __init__(self, what: str, values: list[object]) -> None:
+        super().__init__(f"expected all ranks to agree on {what}, got {values} by rank")
+
+
+class WrongResultError(MoEFusionError, RuntimeError):
+    """The fused model's outputs differ from the unfused one's by more than rounding explains."""
+
+    def __init__(self, difference: float, limit: float) -> None:
+        super().__init__(
+            f"fused outputs: expected a difference of at most {limit:g}, got {difference:g}"
         )

@@ -75,9 +75,9 @@ class FusionConfig:
         ceiling = self.token_ceiling
         if ceiling is not None and (not isinstance(ceiling, int) or ceiling < 0):
             raise ConfigError("token_ceiling", "None or an int >= 0, in tokens", ceiling)
-        object.__setattr__(self, "fuse", tuple(self.fuse))
-        if not set(self.fuse) <= set(TAIL_KINDS):
+        if isinstance(self.fuse, str) or not set(self.fuse) <= set(TAIL_KINDS):
             raise ConfigError("fuse", f"a selection of {TAIL_KINDS}", self.fuse)
+        object.__setattr__(self, "fuse", tuple(self.fuse))
         if not isinstance(self.strict, bool):
             raise ConfigError("strict", "a bool", self.strict)
 

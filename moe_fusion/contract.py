@@ -109,9 +109,16 @@ class UnfinalizedMoEOutput:
 
     def finalize(self) -> Tensor:
         """The top-k reduction in plain torch: [T, H] fp32."""
+        # Not at the head of the file: it imports sympy.
+        from torch.fx.experimental.symbolic_shapes import guard_or_false
+
         index = self.expanded_idx_to_permuted_idx
+        rows = self.gemm2_permuted
+        if guard_or_false(rows.shape[0] == 0):
+            # Every entry is -1, but the gather below reads row 0 in its place.
+            return rows.new_zeros((index.shape[0], rows.shape[1]), dtype=torch.float32)
         present = index >= 0
-        rows = self.gemm2_permuted[torch.where(present, index, 0)].float()
+        rows = rows[torch.where(present, index, 0)].float()
         rows = torch.where(present.unsqueeze(-1), rows, 0.0)
         return (rows * self.expert_weights.float().unsqueeze(-1)).sum(1)
 

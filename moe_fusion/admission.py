@@ -94,4 +94,5 @@ def admits(
     topology = probe(resolve_group(group))
     if admit(hidden_dim, dtype, topology) is not None:
         return False
-    return num_tokens <= token_ceiling(hidden_dim, dtype, topology, active_config())
+    ceiling = token_ceiling(hidden_dim, dtype, topology, active_config())
+    return ceiling > 0 and num_tokens <= ceiling

@@ -58,8 +58,7 @@ class FusionConfig:
             embedding, or a MoE whose finalize was not recognised).
             ``MOE_FUSION_FUSE=unfinalized,finalized``.
         strict: a refused tail whose partial comes from a MoE producer raises ``UnfusedTailError``
-            at
-            compile time instead of being counted. ``MOE_FUSION_STRICT=1``.
+            at compile time instead of being counted. ``MOE_FUSION_STRICT=1``.
 
     Raises:
         ConfigError: a field or variable has a wrong value, or a variable is unknown.
@@ -73,7 +72,7 @@ class FusionConfig:
         """Validate every field and the names of the environment variables."""
         _reject_unknown_variables(tuple(f.name for f in fields(self)))
         ceiling = self.token_ceiling
-        if ceiling is not None and (not isinstance(ceiling, int) or ceiling < 0):
+        if ceiling is not None and (type(ceiling) is not int or ceiling < 0):
             raise ConfigError("token_ceiling", "None or an int >= 0, in tokens", ceiling)
         if isinstance(self.fuse, str) or not set(self.fuse) <= set(TAIL_KINDS):
             raise ConfigError("fuse", f"a selection of {TAIL_KINDS}", self.fuse)
@@ -86,7 +85,8 @@ def _reject_unknown_variables(known: tuple[str, ...]) -> None:
     names = {ENV_PREFIX + name.upper() for name in known}
     for variable in sorted(os.environ):
         if variable.startswith(ENV_PREFIX) and variable not in names:
-            raise ConfigError(variable, f"one of {', '.join(sorted(names))}", "an unknown variable")
+            expected = f"one of {', '.join(sorted(names))}"
+            raise ConfigError("environment variable", expected, variable)
 
 
 _active: FusionConfig | None = None

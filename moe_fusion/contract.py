@@ -72,7 +72,7 @@ def _check_routing(rows: Tensor, weights: Tensor, permutation: Tensor | None) ->
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class UnfinalizedMoEOutput:
     """GEMM2's permuted rows, before the top-k reduction.
 
@@ -123,7 +123,7 @@ class UnfinalizedMoEOutput:
         return (rows * self.expert_weights.float().unsqueeze(-1)).sum(1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MoEOutput:
     """What an un-reduced MoE layer returns: this rank's addend, still open.
 
@@ -231,7 +231,7 @@ _register_pytree(
 _register_pytree(MoEOutput, "routed", "shared_output", static=("routed_scaling_factor",))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TailArguments:
     """One rank's arguments of the fused op, in its order, without the group.
 
@@ -272,7 +272,7 @@ class TailArguments:
 
         Raises:
             TypeError: a dtype is wrong.
-            ValueError: a shape, a device, a combination of fields or ``eps`` is wrong.
+            ValueError: a shape, a device or a combination of fields is wrong.
         """
         _expect_float("routed", self.routed)
         _expect_rank("routed", self.routed, "[R, H]")
@@ -291,8 +291,6 @@ class TailArguments:
             raise ValueError(
                 f"weight_bias: expected 0.0 without norm_weight, got {self.weight_bias}"
             )
-        if self.eps < 0.0:
-            raise ValueError(f"eps: expected a float >= 0, got {self.eps}")
 
     def _check_addends(self) -> None:
         for name in ("shared_output", "replicated_output", "residual"):

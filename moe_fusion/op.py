@@ -75,6 +75,8 @@ def _arguments(*operands: object) -> TailArguments:
             )
         # A fake tensor holds no number, and none is needed for the outputs' shapes.
         values[_EPS] = 0.0 if isinstance(eps, FakeTensor) or eps.is_meta else eps.item()
+    elif eps < 0.0:  # type: ignore[operator]
+        raise ValueError(f"eps: expected a float >= 0, got {eps}")
     args = TailArguments(*values)  # type: ignore[arg-type]
     args.check()
     return args

@@ -21,7 +21,6 @@ from moe_fusion.passes.nodes import (
     add_operands,
     arg,
     aten,
-    constant,
     describe,
     dtype,
     either_order,
@@ -29,11 +28,12 @@ from moe_fusion.passes.nodes import (
     is_cast,
     is_reshape,
     keeps_rows,
-    mul_operands,
     same_shape,
+    scaled_operand,
     shape,
     sole_user,
     strip_casts,
+    terms,
 )
 from moe_fusion.passes.norms import Norm, match_norm, reads_layer_norm
 
@@ -83,6 +83,10 @@ class _Path:
     addends: list[Addend] = field(default_factory=list)
     scale: float = 1.0
 
+    def multiply(self, factor: float) -> None:
+        self.scale *= factor
+        self.addends = [replace(addend, scale=addend.scale * factor) for addend in self.addends]
+
     def step(self, user: Node) -> None:
         self.interior.append(self.node)
         self.node = user
@@ -123,18 +127,19 @@ def _advance(path: _Path) -> NoMatch | None:
     if keeps_rows(user) or is_cast(user):
         path.step(user)
         return None
-    for operand, other in either_order(add_operands(user)):
+    for (operand, factor), (other, weight) in either_order(terms(user)):
         if operand is node and has_value(other) and same_shape(shape(other), shape(node)):
-            path.addends.append(Addend(other))
+            path.multiply(factor)
+            path.addends.append(Addend(other, weight))
             path.step(user)
             return None
-    for operand, other in either_order(mul_operands(user)):
-        factor = constant(other)
-        if operand is node and factor is not None:
-            path.scale *= factor
-            path.addends = [replace(a, scale=a.scale * factor) for a in path.addends]
-            path.step(user)
-            return None
+    scaled = scaled_operand(user)
+    if scaled is not None and scaled[0] is node:
+        if path.addends and dtype(node) == torch.float16 and abs(scaled[1]) > 1.0:
+            return NoMatch("a factor above 1 could overflow float16 in an addend alone", user)
+        path.multiply(scaled[1])
+        path.step(user)
+        return None
     return _why_not(node, user)
 
 
@@ -145,12 +150,18 @@ def _split_sums(path: _Path) -> None:
     while pending:
         addend = pending.pop()
         pair = add_operands(addend.node) if sole_user(addend.node) else None
-        if pair and any(has_value(n) and is_reduced(n) for n in pair) and all(map(has_value, pair)):
+        if pair is not None and _opens(pair, addend.node):
             path.interior.append(addend.node)
-            pending.extend(Addend(n, addend.scale) for n in pair)
+            pending.extend(Addend(node, addend.scale) for node in pair)
         else:
             opened.append(addend)
     path.addends = opened
+
+
+def _opens(pair: tuple[Any, Any], total: Node) -> bool:
+    """Whether ``pair``, the operands of ``total``, holds a reduced sum and broadcasts nothing."""
+    whole = all(has_value(n) and same_shape(shape(n), shape(total)) for n in pair)
+    return whole and any(map(is_reduced, pair))
 
 
 def _merge(path: _Path, first: AllReduce) -> list[AllReduce]:
@@ -161,7 +172,9 @@ def _merge(path: _Path, first: AllReduce) -> list[AllReduce]:
         if other is None or other.group != first.group or addend.scale != path.scale:
             continue
         nodes = _between(other, addend.node)
-        if nodes is not None and dtype(other.input) == dtype(first.input):
+        # Where the graph adds the sums in fp32, to round the sum of partials is one too many.
+        plain = dtype(other.input) == dtype(addend.node) == dtype(first.input)
+        if nodes is not None and plain:
             merged.append(other)
             path.interior.extend(nodes)
             path.addends.remove(addend)
@@ -214,10 +227,12 @@ def match_after(first: AllReduce) -> After | NoMatch:
 
 
 def _take_residual(path: _Path) -> Node | NoMatch | None:
-    """Take out what was added last, unscaled, in the dtype in which the residual sum is kept."""
-    if not path.addends or path.addends[-1].scale != 1.0:
+    """Take out what was added last and unscaled, in the dtype in which the sum is kept."""
+    unscaled = [addend for addend in path.addends if addend.scale == 1.0]
+    if not unscaled:
         return None
-    node, wanted = path.addends.pop().node, dtype(path.node)
+    path.addends.remove(unscaled[-1])
+    node, wanted = unscaled[-1].node, dtype(path.node)
     for candidate in (node, strip_casts(node)):
         if dtype(candidate) == wanted:
             return candidate
@@ -226,11 +241,19 @@ def _take_residual(path: _Path) -> Node | NoMatch | None:
 
 def _inexpressible(after: After, first: AllReduce) -> NoMatch | None:
     """Why the op cannot stand for ``after``, or None."""
-    total = after.residual_sum
+    total, activation = after.residual_sum, dtype(first.input)
+    for addend in after.replicated:
+        found = dtype(strip_casts(addend.node))
+        if found != activation:
+            what = f"what is added after the reduction is {found}: expected {activation}"
+            return NoMatch(what, addend.node)
+        changed = abs(addend.scale) != 1.0 or len(after.replicated) > 1
+        if changed and dtype(addend.node) != activation:
+            return NoMatch(f"addends are scaled or summed in {dtype(addend.node)}", addend.node)
     if after.residual is not None:
         return None
     if not after.merged and not after.replicated and _norm_comes_first(after.norm):
         return NoMatch("the norm comes before the residual add", after.norm.output)
-    if dtype(total) != dtype(first.input):
-        return NoMatch(f"the sum is {dtype(total)}: expected {dtype(first.input)}", total)
+    if dtype(total) != activation:
+        return NoMatch(f"the sum is {dtype(total)}: expected {activation}", total)
     return None

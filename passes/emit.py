@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,10 +32,12 @@ class Emitter:
     Attributes:
         graph: the graph.
         source: the node whose stack trace the new nodes take.
+        created: the nodes that were added.
     """
 
     graph: Graph
     source: Node
+    created: list[Node] = field(default_factory=list)
 
     def call(
         self, target: Any, *args: Any, fake: Callable[..., Any] | None = None, **kwargs: Any
@@ -50,6 +52,7 @@ class Emitter:
                 dispatcher, which takes as long as all the rest of a rewrite.
         """
         node = self.graph.call_function(target, args, kwargs)
+        self.created.append(node)
         values = map_arg(args, lambda arg: arg.meta["val"])
         with self.source.meta["val"].fake_mode:
             node.meta["val"] = (fake or target)(*values, **kwargs)
@@ -80,25 +83,38 @@ class Emitter:
         size = shape(node)[dim]
         return size if isinstance(size, int) else self.call(aten.sym_size.int, node, dim)
 
-    def sizes(self, model: Node, kept: Iterable[Node]) -> list[int | Node]:
+    def sizes(self, model: Node, kept: Iterable[Node], views: Iterable[Node]) -> list[int | Node]:
         """The shape of ``model``, a node about to be erased, as arguments of a reshape.
 
         Args:
             model: the node.
-            kept: nodes that exist before ``model`` and stay; one of its shape is asked for sizes.
+            kept: nodes that exist before the insertion point and stay.
+            views: reshapes before it, whose size arguments stay.
+
+        Raises:
+            LookupError: the shape has several symbols and no other node has it.
         """
         wanted = shape(model)
         symbolic = [dim for dim, size in enumerate(wanted) if isinstance(size, SymInt)]
         if len(symbolic) <= 1:
             return [-1 if dim in symbolic else _static(size) for dim, size in enumerate(wanted)]
-        if calls(model, aten.reshape.default, aten.view.default):
-            return list(arg(model, 1))
-        source = next(node for node in kept if same_shape(shape(node), wanted))
-        return [self.size(source, dim) for dim in range(len(wanted))]
+        for view in views:
+            if calls(view, aten.reshape.default) and same_shape(shape(view), wanted):
+                return list(arg(view, 1))
+        for node in kept:
+            if same_shape(shape(node), wanted):
+                return [self.size(node, dim) for dim in range(len(wanted))]
+        raise LookupError(f"no node holds the sizes {list(wanted)}")
 
     def shaped(self, node: Node, sizes: list[int | Node]) -> Node:
         """``node``, [T, H], in the shape ``sizes``."""
         return node if len(sizes) == 2 else self.reshape(node, *sizes)
+
+    def undo(self) -> None:
+        """Erase the nodes that were added."""
+        for node in reversed(self.created):
+            self.graph.erase_node(node)
+        self.created.clear()
 
     def cast(self, node: Node, wanted: torch.dtype) -> Node:
         """``node`` in ``wanted`` dtype."""

@@ -71,9 +71,9 @@ def summed(node: Node) -> Reduction | None:
     """Matches ``x[T, K, H].sum(dim=1)``."""
     if not calls(node, aten.sum.dim_IntList) or set(node.kwargs) - {"dtype"}:
         return None
-    source, dims, keepdim = arg(node, 0), arg(node, 1), node.args[2:]
+    source, dims = arg(node, 0), arg(node, 1)
     rank = len(shape(source))
-    if any(keepdim) or rank < 3 or list(dims) not in ([rank - 2], [-2]):
+    if rank < 3 or list(dims) not in ([rank - 2], [-2]):
         return None
     return _starting_at(source, shape(source)[rank - 2])
 

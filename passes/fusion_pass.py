@@ -82,20 +82,24 @@ class MoEFusionPass(CustomGraphPass):
 
     def _visit(self, graph: Graph, node: Node, index: int, backward: NoMatch | None) -> None:
         match = backward or match_tail(node)
+        refusal: NoMatch | Refusal | None
         refusal = match if isinstance(match, NoMatch) else refuse(match, self.config)
         if refusal is None:
             assert isinstance(match, Tail)
-            self._fuse(graph, match, index)
-        else:
+            refusal = self._fuse(graph, match, index)
+        if refusal is not None:
             self._refuse(node, index, refusal)
 
-    def _fuse(self, graph: Graph, tail: Tail, index: int) -> None:
+    def _fuse(self, graph: Graph, tail: Tail, index: int) -> NoMatch | None:
         facts = describe_tail(tail, index, resolve_group(tail.anchor.group).size())
         before = render(graph, tail.nodes) if self.render else ""
         known = set(graph.nodes) if self.render else set()
-        rewrite(graph, tail)
+        call = rewrite(graph, tail)
+        if isinstance(call, NoMatch):
+            return call
         after = render(graph, [n for n in graph.nodes if n not in known]) if self.render else ""
         self.report.sites.append(Site(**facts, before=before, after=after))
+        return None
 
     def _refuse(self, node: Node, index: int, refusal: NoMatch | Refusal) -> None:
         stopped_at = refusal.node if isinstance(refusal, NoMatch) else None

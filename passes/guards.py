@@ -62,6 +62,8 @@ def under_ceiling(num_tokens: Size, ceiling: int) -> bool:
     range that crosses the ceiling a guard would contradict it, so the op is used for the whole
     range and chooses its path in each call.
     """
+    if ceiling == 0:
+        return False
     if not isinstance(num_tokens, SymInt):
         return num_tokens <= ceiling
     if statically_known_true(num_tokens <= ceiling):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch._inductor.config as inductor_config
@@ -56,10 +56,11 @@ class ChainedPass(CustomGraphPass):
 
 @dataclass(frozen=True)
 class _Installed:
-    """What ``install`` replaced."""
+    """What was in force before, and what took its place."""
 
     slot: Any
     config: FusionConfig | None
+    put: Any
 
 
 _installed: _Installed | None = None
@@ -79,12 +80,18 @@ def _others(slot: Any) -> tuple[Any, ...]:
 def _put(ours: MoEFusionPass) -> _Installed:
     slot = getattr(inductor_config, _SLOT)
     theirs = _others(slot)
-    setattr(inductor_config, _SLOT, ChainedPass(ours, theirs) if theirs else ours)
-    return _Installed(slot, set_active_config(ours.config))
+    put = ChainedPass(ours, theirs) if theirs else ours
+    setattr(inductor_config, _SLOT, put)
+    return _Installed(slot, set_active_config(ours.config), put)
 
 
 def _restore(previous: _Installed) -> None:
-    setattr(inductor_config, _SLOT, previous.slot)
+    """Put back what was there; where somebody has changed the slot since, take out only ours."""
+    slot = getattr(inductor_config, _SLOT)
+    if slot is previous.put:
+        setattr(inductor_config, _SLOT, previous.slot)
+    elif isinstance(slot, (list, tuple)):
+        setattr(inductor_config, _SLOT, type(slot)(_others(slot)) or None)
     set_active_config(previous.config)
 
 
@@ -104,9 +111,8 @@ def install(config: FusionConfig | None = None) -> FusionReport:
     """
     global _installed  # noqa: PLW0603 - Inductor's slot is one for the process too
     ours = MoEFusionPass(config)
-    previous = _put(ours)
-    if _installed is None:
-        _installed = previous
+    new = _put(ours)
+    _installed = new if _installed is None else replace(_installed, put=new.put)
     return ours.report
 
 

@@ -127,6 +127,11 @@ def is_reshape(node: object) -> TypeGuard[Node]:
     return calls(node, *_RESHAPES, *_COPIES)
 
 
+def is_float(node: Node) -> bool:
+    """Whether ``node`` holds an activation dtype."""
+    return dtype(node) in _FLOATS
+
+
 def is_cast(node: object) -> TypeGuard[Node]:
     """Whether ``node`` converts between float dtypes."""
     return (
@@ -169,22 +174,58 @@ def sole_user(node: Node) -> Node | None:
 
 
 def operands(node: Node, *targets: Any) -> tuple[Any, Any] | None:
-    """Both operands of a plain binary call: no kwargs but an ``alpha`` of 1."""
-    if not calls(node, *targets) or len(node.args) != 2:
-        return None
-    if any(name != "alpha" or value != 1 for name, value in node.kwargs.items()):
+    """Both operands of a binary call without kwargs."""
+    if not calls(node, *targets) or len(node.args) != 2 or node.kwargs:
         return None
     return arg(node, 0), arg(node, 1)
-
-
-def add_operands(node: Node) -> tuple[Any, Any] | None:
-    """Both operands of an add without ``alpha``."""
-    return operands(node, aten.add.Tensor, aten.add.Scalar)
 
 
 def mul_operands(node: Node) -> tuple[Any, Any] | None:
     """Both operands of a multiplication."""
     return operands(node, aten.mul.Tensor, aten.mul.Scalar)
+
+
+_SIGNS: dict[Any, float] = {
+    aten.add.Tensor: 1.0,
+    aten.add.Scalar: 1.0,
+    aten.sub.Tensor: -1.0,
+    aten.sub.Scalar: -1.0,
+}
+
+
+def terms(node: Node) -> tuple[tuple[Any, float], tuple[Any, float]] | None:
+    """Both terms of an add or a subtraction, each with the constant that multiplies it."""
+    if not calls(node, *_SIGNS) or len(node.args) != 2 or set(node.kwargs) - {"alpha"}:
+        return None
+    alpha = constant(node.kwargs.get("alpha", 1))
+    if alpha is None:
+        return None
+    return (arg(node, 0), 1.0), (arg(node, 1), alpha * _SIGNS[node.target])
+
+
+def add_operands(node: Node) -> tuple[Any, Any] | None:
+    """Both operands of a plain add."""
+    pair = terms(node)
+    return None if pair is None or pair[1][1] != 1.0 else (pair[0][0], pair[1][0])
+
+
+def scaled_operand(node: Node) -> tuple[Node, float] | None:
+    """The tensor that ``node`` multiplies by a constant, unless it broadcasts it; the constant."""
+    operand, factor = _factor(node)
+    if factor is None or not has_value(operand) or not same_shape(shape(operand), shape(node)):
+        return None
+    return operand, factor
+
+
+def _factor(node: Node) -> tuple[Any, float | None]:
+    for operand, other in either_order(mul_operands(node)):
+        if constant(other) is not None and has_value(operand):
+            return operand, constant(other)
+    quotient = operands(node, aten.div.Tensor, aten.div.Scalar)
+    divisor = None if quotient is None else constant(quotient[1])
+    if quotient is not None and divisor:
+        return quotient[0], 1.0 / divisor
+    return (arg(node, 0), -1.0) if calls(node, aten.neg.default) else (None, None)
 
 
 def either_order(pair: tuple[Any, Any] | None) -> tuple[tuple[Any, Any], ...]:
@@ -196,13 +237,13 @@ def constant(value: object) -> float | None:
     """The number that ``value`` is or that a ``full`` of any shape holds, else None."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
-    if isinstance(value, Node) and is_widening(value):
+    if is_widening(value):
         return constant(arg(value, 0))
     if calls(value, aten.full.default, aten.scalar_tensor.default):
-        return constant(arg(value, -1))
-    if calls(value, aten.zeros.default):
-        return 0.0
-    return None
+        number = constant(arg(value, -1))
+        # A fill is rounded to the tensor's dtype.
+        return None if number is None else float(torch.tensor(number, dtype=dtype(value)))
+    return 0.0 if calls(value, aten.zeros.default) else None
 
 
 def is_scalar_tensor(node: Any) -> bool:

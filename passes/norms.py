@@ -26,9 +26,13 @@ from moe_fusion.passes.nodes import (
     either_order,
     has_value,
     is_cast,
+    is_float,
     is_scalar_tensor,
     is_widening,
+    keeps_rows,
     mul_operands,
+    num_rows,
+    operands,
     same,
     shape,
     sole_user,
@@ -85,52 +89,92 @@ def _squares(x: Node) -> list[Node]:
 
 
 def _is_row_mean(node: Node | None, rank: int) -> TypeGuard[Node]:
-    """Whether ``node`` is ``mean(., -1, keepdim=True)`` of a tensor with ``rank`` dimensions."""
-    if not calls(node, aten.mean.dim) or len(node.args) != 3 or not arg(node, 2):
+    """Whether ``node`` is ``mean(., -1)`` of a tensor with ``rank`` dimensions."""
+    if not calls(node, aten.mean.dim) or set(node.kwargs) - {"dtype"}:
         return False
-    dims = arg(node, 1)
-    return list(dims) in ([-1], [rank - 1]) and set(node.kwargs) <= {"dtype"}
+    return list(arg(node, 1)) in ([-1], [rank - 1])
+
+
+def _row_mean(square: Node) -> tuple[Node, ...]:
+    """The nodes of the mean over rows, whose last keeps the dimension; none if there is no mean."""
+    mean = sole_user(square)
+    rank = len(shape(square))
+    if not _is_row_mean(mean, rank):
+        return ()
+    if len(mean.args) == 3 and arg(mean, 2):
+        return (mean,)
+    kept = sole_user(mean)
+    back = calls(kept, aten.unsqueeze.default) and arg(kept, 1) in (-1, rank - 1)
+    return (mean, kept) if kept is not None and back else ()
 
 
 def _eps(value: object) -> float | Node | None:
-    """``value`` as an epsilon: a constant, or a 0-d tensor in host memory."""
+    """``value`` as an epsilon: a constant >= 0, or a 0-d tensor in host memory."""
     number = constant(value)
     if number is not None:
-        return number
-    if isinstance(value, Node) and is_scalar_tensor(strip(value)):
-        source = value
-        while is_cast(source) or calls(source, torch.ops.prims.convert_element_type.default):
-            source = arg(source, 0)
-        if source.meta["val"].device.type == "cpu":
-            return source
-    return None
+        return number if number >= 0.0 else None
+    if not isinstance(value, Node) or not is_scalar_tensor(value):
+        return None
+    # Dynamo hands a float over in fp64; the graph then rounds it to the norm's dtype.
+    source = value
+    while is_widening(source) or _narrows_from_fp64(source):
+        source = arg(source, 0)
+    return source if source.meta["val"].device.type == "cpu" else None
+
+
+def _narrows_from_fp64(node: Node) -> bool:
+    converts = calls(node, torch.ops.prims.convert_element_type.default)
+    return converts and dtype(arg(node, 0)) == torch.float64
+
+
+def _inverse_roots(shifted: Node) -> list[tuple[Node, ...]]:
+    """The ways from ``mean + eps`` to its inverse root: ``rsqrt``, ``pow(-0.5)``, ``1 / sqrt``."""
+    root = sole_user(shifted)
+    if calls(root, aten.rsqrt.default):
+        return [(root,)]
+    if calls(root, aten.pow.Tensor_Scalar) and arg(root, 1) == -0.5:
+        return [(root,)]
+    inverse = sole_user(root) if calls(root, aten.sqrt.default) else None
+    if root is not None and inverse is not None and calls(inverse, aten.reciprocal.default):
+        return [(root, inverse)]
+    return []
+
+
+def _products(shifted: Node) -> list[tuple[Node, Node, tuple[Node, ...]]]:
+    """What is multiplied by the inverse root: (factor, product, nodes of the root)."""
+    found = []
+    for nodes in _inverse_roots(shifted):
+        product = sole_user(nodes[-1])
+        for x, factor in either_order(mul_operands(product) if product is not None else None):
+            if factor is nodes[-1] and product is not None:
+                found.append((x, product, nodes))
+    root = sole_user(shifted)
+    quotient = sole_user(root) if calls(root, aten.sqrt.default) else None
+    pair = None if quotient is None else operands(quotient, aten.div.Tensor)
+    if root is not None and quotient is not None and pair is not None and pair[1] is root:
+        found.append((pair[0], quotient, (root,)))
+    return found
 
 
 def _core_of(square: Node, residual_sum: Node) -> Core | None:
-    mean = sole_user(square)
-    if not _is_row_mean(mean, len(shape(square))):
-        return None
-    shifted = sole_user(mean)
-    if shifted is None:
-        return None
-    for total, offset in either_order(add_operands(shifted)):
-        eps = _eps(offset) if total is mean else None
-        root = sole_user(shifted)
-        if eps is None or not calls(root, aten.rsqrt.default):
+    mean = _row_mean(square)
+    shifted = sole_user(mean[-1]) if mean else None
+    for total, offset in either_order(add_operands(shifted) if shifted is not None else None):
+        eps = _eps(offset) if total is mean[-1] else None
+        if eps is None or shifted is None:
             continue
-        scaled = sole_user(root)
-        if scaled is None:
-            continue
-        for x, factor in either_order(mul_operands(scaled)):
-            if factor is root and has_value(x) and strip(x) is strip(residual_sum):
-                return Core(scaled, eps, (square, mean, shifted, root))
+        for x, product, root in _products(shifted):
+            if has_value(x) and strip(x) is strip(residual_sum):
+                return Core(product, eps, (square, *mean, shifted, *root))
     return None
 
 
 def match_core(residual_sum: Node) -> Core | None:
-    """The core of an RMSNorm that reads ``residual_sum``, directly or widened, or None."""
-    widened = [user for user in residual_sum.users if is_widening(user)]
-    for x in (residual_sum, *widened):
+    """The core of an RMSNorm that reads ``residual_sum``, directly, widened or viewed, or None."""
+    readers = [residual_sum]
+    for reader in readers:
+        readers += [user for user in reader.users if is_widening(user) or keeps_rows(user)]
+    for x in readers:
         for square in _squares(x):
             if core := _core_of(square, residual_sum):
                 return core
@@ -139,16 +183,21 @@ def match_core(residual_sum: Node) -> Core | None:
 
 def _as_weight(value: Any, hidden_dim: Size) -> tuple[Node, float] | None:
     """``value`` as (weight, bias): a vector of H elements, or one plus a constant."""
-    if not has_value(value):
-        return None
-    *leading, last = shape(value)
-    if not same(last, hidden_dim) or not all(same(size, 1) for size in leading):
+    if not _is_vector(value, hidden_dim):
         return None
     for inner, offset in either_order(add_operands(value)):
         bias = constant(offset)
-        if bias is not None and has_value(inner):
+        if bias is not None and _is_vector(inner, hidden_dim):
             return strip_casts(inner), bias
     return strip_casts(value), 0.0
+
+
+def _is_vector(value: Any, hidden_dim: Size) -> bool:
+    """Whether ``value`` holds H floats along its last dimension and no more."""
+    if not has_value(value) or not is_float(value) or not shape(value):
+        return False
+    *leading, last = shape(value)
+    return same(last, hidden_dim) and all(same(size, 1) for size in leading)
 
 
 def _weighted(node: Node | None, normalised: Node) -> tuple[Node, float] | None:
@@ -233,6 +282,8 @@ def match_norm(residual_sum: Node, activation: torch.dtype) -> Norm | NoMatch:
                 f"the norm's output is {dtype(norm.output)}: expected {activation}",
                 norm.output,
             )
+        if not same(num_rows(norm.output), num_rows(residual_sum)):
+            return NoMatch("the norm's output has more rows than the sum", norm.output)
         return norm
     return NoMatch("the end of the RMSNorm is not one that is known", core.scaled)
 

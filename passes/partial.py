@@ -7,15 +7,14 @@ finalize is found is taken as it is: ``routed`` is then [T, H].
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch.fx import Node
 
 from moe_fusion.passes.finalize import Finalize, match_finalize
 from moe_fusion.passes.nodes import (
-    add_operands,
     arg,
-    constant,
     dtype,
     either_order,
     has_value,
@@ -23,10 +22,15 @@ from moe_fusion.passes.nodes import (
     is_scalar_tensor,
     keeps_rows,
     mul_operands,
+    num_rows,
+    same,
     same_shape,
+    scaled_operand,
     shape,
     strip_casts,
+    terms,
 )
+from moe_fusion.passes.routing import in_token_order
 
 
 @dataclass(frozen=True)
@@ -76,27 +80,29 @@ def _with_finalize(node: Node) -> Partial | None:
     if keeps_rows(node) or is_cast(node):
         inner = _with_finalize(arg(node, 0))
         return inner and inner.under(node)
+    scaled = scaled_operand(node)
+    if scaled is not None:
+        inner = _with_finalize(scaled[0])
+        return inner and inner.scaled(scaled[1]).under(node)
     for operand, other in either_order(mul_operands(node)):
-        if not has_value(operand):
-            continue
-        factor = constant(other)
-        inner = _with_finalize(operand) if factor is not None or is_scalar_tensor(other) else None
-        if inner is not None and factor is not None:
-            return inner.scaled(factor).under(node)
-        if inner is not None and not inner.shared:
-            scales = (*inner.tensor_scales, other)
-            return replace(inner, tensor_scales=scales).under(node)
+        if has_value(operand) and is_scalar_tensor(other):
+            inner = _with_finalize(operand)
+            if inner is not None and not inner.shared:
+                scales = (*inner.tensor_scales, other)
+                return replace(inner, tensor_scales=scales).under(node)
     return _with_shared(node)
 
 
 def _with_shared(node: Node) -> Partial | None:
-    for operand, other in either_order(add_operands(node)):
+    for (operand, factor), (other, weight) in either_order(terms(node)):
         if not (has_value(operand) and has_value(other)):
             continue
+        if not same_shape(shape(operand), shape(node)) or not same_shape(shape(other), shape(node)):
+            continue
         inner = _with_finalize(operand)
-        if inner is not None and same_shape(shape(other), shape(node)):
-            shared = (*inner.shared, Shared(strip_casts(other)))
-            return replace(inner, shared=shared).under(node)
+        if inner is not None:
+            inner = inner.scaled(factor)
+            return replace(inner, shared=(*inner.shared, Shared(other, weight))).under(node)
     return None
 
 
@@ -112,7 +118,37 @@ def match_partial(node: Node, activation: torch.dtype) -> Partial:
     partial = _with_finalize(node)
     if partial is None or partial.finalize is None:
         return Partial(node)
-    addends = [partial.finalize.rows, *(shared.node for shared in partial.shared)]
-    if any(dtype(addend) != activation for addend in addends):
+    shared = tuple(replace(s, node=strip_casts(s.node)) for s in partial.shared)
+    found = [partial.finalize.rows, *(each.node for each in shared)]
+    if any(dtype(each) != activation for each in found) or _misshapen(partial.finalize, node):
         return Partial(node)
-    return partial
+    count = len(partial.shared)
+    if any(_rounds_elsewhere(each, count, activation) for each in partial.shared):
+        return Partial(node)
+    return replace(partial, shared=shared)
+
+
+def _rounds_elsewhere(shared: Shared, count: int, activation: torch.dtype) -> bool:
+    """Whether to scale or add up ``count`` addends in their own dtype would lose something.
+
+    The graph may do so in fp32; and in fp16 an addend may overflow where the sum does not.
+    """
+    changed = abs(shared.scale) != 1.0 or count > 1
+    overflows = activation == torch.float16 and abs(shared.scale) > 1.0
+    return (changed and dtype(shared.node) != activation) or overflows
+
+
+def _misshapen(finalize: Finalize, node: Node) -> bool:
+    """Whether the routing or token-major rows have not T * K entries."""
+    hidden_dim = shape(node)[-1]
+    entries = num_rows(node) * finalize.top_k
+    routing = [in_token_order(w.node, finalize.index) for w in finalize.weights if w.permuted]
+    routing += [w.node for w in finalize.weights if not w.permuted]
+    routing += [mask.node for mask in finalize.masks if not mask.permuted]
+    if finalize.index is None:
+        rows_fit = same(prod(shape(finalize.rows)), entries * hidden_dim)
+    else:
+        routing.append(finalize.index.node)
+        rows_fit = same(shape(finalize.rows)[-1], hidden_dim)
+    sizes = [prod(shape(each)) for each in routing if each is not None]
+    return not rows_fit or not all(same(size, entries) for size in sizes)

@@ -82,8 +82,9 @@ class Left:
 
     def __str__(self) -> str:
         """One line."""
-        at = " ".join(part for part in (self.node, self.source and f"({self.source})") if part)
-        return f"{self.anchor}: {self.reason}" + (f"; stopped at {at}" if at else "")
+        stopped = f"; stopped at {self.node}" if self.node else ""
+        where = f" ({self.source})" if self.source else ""
+        return f"{self.anchor}: {self.reason}{stopped}{where}"
 
 
 @dataclass

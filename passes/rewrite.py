@@ -19,31 +19,35 @@ from torch.fx import Graph, Node
 from moe_fusion.op import OP, OP_EPS_TENSOR, fake_outputs
 from moe_fusion.passes.emit import Emitter
 from moe_fusion.passes.emit_routing import emit_routing
-from moe_fusion.passes.nodes import shape, strip_casts
+from moe_fusion.passes.nodes import NoMatch, shape, strip_casts
 from moe_fusion.passes.tail import Tail
 
 
-def rewrite(graph: Graph, tail: Tail) -> Node:
+def rewrite(graph: Graph, tail: Tail) -> Node | NoMatch:
     """Put the op in the place of ``tail``.
 
     Returns:
-        The op's node.
+        The op's node, or why the op does not take the operands; the graph is then as it was.
     """
     after = tail.after
-    ends = (after.residual_sum, after.norm.output)
-    with graph.inserting_before(after.residual_sum):
-        emit = Emitter(graph, after.residual_sum)
-        call = _emit_call(emit, tail)
-        norm_out, residual_out = (emit.call(operator.getitem, call, index) for index in (0, 1))
-        sizes = emit.sizes(after.residual_sum, tail.kept)
-        norm_out, residual_out = emit.shaped(norm_out, sizes), emit.shaped(residual_out, sizes)
-    interior = set(tail.interior)
-    after.norm.output.replace_all_uses_with(norm_out)
-    after.residual_sum.replace_all_uses_with(
-        residual_out, delete_user_cb=lambda user: user not in interior and user not in ends
-    )
-    _erase(graph, {*interior, *ends})
-    if any(isinstance(arg, Node) and call < arg for arg in call.args):
+    total, output = after.residual_sum, after.norm.output
+    with graph.inserting_before(total):
+        emit = Emitter(graph, total)
+        try:
+            call = _emit_call(emit, tail)
+            views = (total, *after.interior)
+            norm_out, residual_out = (emit.call(operator.getitem, call, index) for index in (0, 1))
+            norm_out = emit.shaped(norm_out, emit.sizes(output, tail.kept, views))
+            residual_out = emit.shaped(residual_out, emit.sizes(total, tail.kept, views))
+        except (LookupError, RuntimeError, TypeError, ValueError) as error:
+            emit.undo()
+            return NoMatch(f"the op does not take these operands: {error}", total)
+    late = [n for n in (after.norm.weight, after.norm.eps) if isinstance(n, Node) and total < n]
+    own = {*tail.interior, total, output}
+    output.replace_all_uses_with(norm_out)
+    total.replace_all_uses_with(residual_out, delete_user_cb=lambda user: user not in own)
+    _erase(graph, own)
+    if late:
         stable_topological_sort(graph)
     return call
 

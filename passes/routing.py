@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from moe_fusion.passes.nodes import (
@@ -16,7 +17,9 @@ from moe_fusion.passes.nodes import (
     aten,
     calls,
     constant,
+    dtype,
     getitem_of,
+    has_value,
     is_reshape,
     prims,
     same,
@@ -25,8 +28,9 @@ from moe_fusion.passes.nodes import (
     strip_reshapes,
 )
 
-_PRESENT = {(aten.ge.Scalar, 0), (aten.gt.Scalar, -1), (aten.ne.Scalar, -1)}
-_ABSENT = {(aten.lt.Scalar, 0), (aten.le.Scalar, -1), (aten.eq.Scalar, -1)}
+# Not `!= -1`: an entry of -2 would count from the end, and be there.
+_PRESENT = {(aten.ge.Scalar, 0), (aten.gt.Scalar, -1)}
+_ABSENT = {(aten.lt.Scalar, 0), (aten.le.Scalar, -1)}
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,20 @@ class Index:
 
 
 def strip_index(node: Any) -> Any:
-    """A map before reshapes and integer conversions."""
-    casts = (prims.convert_element_type.default, aten._to_copy.default)
-    while is_reshape(node) or calls(node, *casts):
+    """A map before reshapes and conversions between index dtypes."""
+    while is_reshape(node) or _converts_index(node):
         node = arg(node, 0)
     return node
+
+
+def _converts_index(node: Any) -> bool:
+    converts = calls(node, prims.convert_element_type.default, aten._to_copy.default)
+    return converts and is_index(node) and is_index(arg(node, 0))
+
+
+def is_index(node: Any) -> bool:
+    """Whether ``node`` holds row numbers: not booleans, which select, nor narrower integers."""
+    return has_value(node) and dtype(node) in (torch.int32, torch.int64)
 
 
 def validity(mask: Node, *, keeps: bool) -> Node | None:

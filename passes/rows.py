@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.fx import Node
 
@@ -23,6 +24,7 @@ from moe_fusion.passes.nodes import (
     either_order,
     has_value,
     is_cast,
+    is_float,
     is_scalar_tensor,
     is_widening,
     keeps_rows,
@@ -30,10 +32,11 @@ from moe_fusion.passes.nodes import (
     past_units,
     same,
     same_shape,
+    scaled_operand,
     shape,
     strip_reshapes,
 )
-from moe_fusion.passes.routing import Index, Mask, replaced, validity
+from moe_fusion.passes.routing import Index, Mask, is_index, replaced, validity
 
 
 @dataclass(frozen=True)
@@ -107,16 +110,14 @@ def through_cast(walk: Walk) -> bool:
 
 def weighted(walk: Walk) -> bool:
     """Matches ``rows * weight[..., None]``, either way round, and ``rows * 2.5``."""
+    scaled = scaled_operand(walk.node)
+    if scaled is not None:
+        walk.scale *= scaled[1]
+        return walk.step(scaled[0])
     for rows, factor in either_order(mul_operands(walk.node)):
-        if not has_value(rows):
+        if not (has_value(rows) and has_value(factor)) or is_scalar_tensor(factor):
             continue
-        number = constant(factor)
-        if number is not None:
-            walk.scale *= number
-            return walk.step(rows)
-        if is_scalar_tensor(factor) or not has_value(factor):
-            continue
-        if _is_column(factor, rows, walk.node):
+        if is_float(factor) and _is_column(factor, rows, walk.node):
             walk.weights.append(Weight(factor, permuted=walk.index is not None))
             return walk.step(rows)
     return False
@@ -132,15 +133,25 @@ def _is_column(column: Node, rows: Node, product: Node) -> bool:
 
 
 def gathered(walk: Walk) -> bool:
-    """Matches ``rows[map]``, once: the permuted rows put back in token order."""
-    node = walk.node
-    if walk.index is not None or not calls(node, aten.index.Tensor):
+    """Matches ``rows[map]``, once, however it is written: permuted rows put back in token order."""
+    found = None if walk.index is not None else _gather(walk.node)
+    if found is None:
         return False
-    rows, indices = arg(node, 0), arg(node, 1)
-    if len(indices) != 1 or not has_value(rows) or len(shape(rows)) != 2:
+    rows, index = found
+    if not has_value(rows) or len(shape(rows)) != 2 or not is_index(index):
         return False
-    walk.index = Index(indices[0])
+    walk.index = Index(index)
     return walk.step(rows)
+
+
+def _gather(node: Node) -> tuple[Any, Any] | None:
+    if calls(node, aten.index.Tensor) and len(arg(node, 1)) == 1:
+        return arg(node, 0), arg(node, 1)[0]
+    if calls(node, aten.embedding.default):
+        return arg(node, 0), arg(node, 1)
+    if calls(node, aten.index_select.default) and arg(node, 1) == 0:
+        return arg(node, 0), arg(node, 2)
+    return None
 
 
 def scattered(walk: Walk) -> bool:
@@ -149,7 +160,9 @@ def scattered(walk: Walk) -> bool:
     if walk.index is not None or not calls(node, aten.index_put.default) or len(node.args) != 3:
         return False
     base, indices, rows = (arg(node, place) for place in range(3))
-    if len(indices) != 1 or len(shape(rows)) != 2 or not same(shape(rows)[0], shape(base)[0]):
+    if len(indices) != 1 or len(shape(rows)) != 2 or not is_index(indices[0]):
+        return False
+    if not same(shape(rows)[0], shape(base)[0]):
         return False
     index = Index(indices[0], inverse=True)
     if index.may_wrap:

@@ -7,7 +7,6 @@ reason.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch.fx import Node
@@ -17,13 +16,14 @@ from moe_fusion.passes.collectives import AllReduce, is_reduced, match_all_reduc
 from moe_fusion.passes.nodes import (
     NoMatch,
     Size,
+    aten,
+    calls,
     describe,
     dtype,
+    is_reshape,
     is_widening,
     num_rows,
-    same,
     shape,
-    strip_casts,
 )
 from moe_fusion.passes.partial import Partial, match_partial
 
@@ -123,27 +123,22 @@ def _check(tail: Tail) -> NoMatch | None:
     for partial in tail.partials:
         if is_reduced(partial.routed):
             return NoMatch("two all_reduces are chained", partial.routed)
-    for addend in after.replicated:
-        found = dtype(strip_casts(addend.node))
-        if found != tail.dtype:
-            what = f"what is added after the reduction is {found}: expected {tail.dtype}"
-            return NoMatch(what, addend.node)
-    if after.norm.weight is not None and _depends_on(after.norm.weight, after.residual_sum):
-        return NoMatch("the norm's weight is computed from the sum", after.norm.weight)
-    return _misshapen(tail) or _read_elsewhere(tail)
+    for name, node in (("weight", after.norm.weight), ("eps", after.norm.eps)):
+        if isinstance(node, Node) and _depends_on(node, after.residual_sum):
+            return NoMatch(f"the norm's {name} is computed from the sum", node)
+    for node in (after.residual_sum, after.norm.output):
+        if (reader := _strided_reader(node)) is not None:
+            return NoMatch("as_strided reads the memory of the sum or of the norm's output", reader)
+    return _read_elsewhere(tail)
 
 
-def _misshapen(tail: Tail) -> NoMatch | None:
-    """A routing whose size is not T * K."""
-    finalize = tail.partials[0].finalize
-    if finalize is None:
-        return None
-    entries = tail.num_tokens * finalize.top_k
-    routing = [weight.node for weight in finalize.weights if not weight.permuted]
-    routing += [mask.node for mask in finalize.masks if not mask.permuted]
-    for node in routing if finalize.index is None else (*routing, finalize.index.node):
-        if not same(prod(shape(node)), entries):
-            return NoMatch(f"the routing has not T * K = {entries} entries", node)
+def _strided_reader(node: Node) -> Node | None:
+    """An ``as_strided`` of ``node`` or of a view of it: the op's outputs are contiguous."""
+    for user in node.users:
+        if calls(user, aten.as_strided.default):
+            return user
+        if is_reshape(user) and (found := _strided_reader(user)) is not None:
+            return found
     return None
 
 

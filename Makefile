@@ -9,7 +9,7 @@ demo: .venv/.models
 	$(BIN)/moe-fusion demo
 
 test: .venv/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 lint: .venv/.lint
 	$(BIN)/ruff check .

@@ -63,9 +63,9 @@ OP = torch.ops.moe_fusion.finalize_allreduce_rms_norm.default
 OP_EPS_TENSOR = torch.ops.moe_fusion.finalize_allreduce_rms_norm.eps_tensor
 
 
-def _arguments(*operands: object) -> TailArguments:
-    """The checked operands; an ``eps`` that is a tensor is read."""
-    values = list(operands)
+def check_operands(*operands: object) -> TailArguments:
+    """The op's operands without the group, checked; an ``eps`` that is a tensor is read."""
+    values = list(operands[:-1])
     eps = values[_EPS]
     if isinstance(eps, Tensor):
         if eps.dim() != 0 or eps.device.type != "cpu":
@@ -84,7 +84,7 @@ def _arguments(*operands: object) -> TailArguments:
 
 def _reference_kernel(*operands: object) -> tuple[Tensor, Tensor]:
     """Reference numerics around the group's own all_reduce, whatever its backend."""
-    args = _arguments(*operands[:-1])
+    args = check_operands(*operands)
     group = resolve_group(operands[-1])  # type: ignore[arg-type]
     partial = reference.partial(args).to(args.routed.dtype).contiguous()
     if partial.shape[0]:
@@ -95,7 +95,7 @@ def _reference_kernel(*operands: object) -> tuple[Tensor, Tensor]:
 
 def fake_outputs(*operands: object) -> tuple[Tensor, Tensor]:
     """The outputs' shapes, dtypes and strides, as the op's fake kernel gives them."""
-    args = _arguments(*operands[:-1])
+    args = check_operands(*operands)
     shape = (args.num_tokens, args.hidden_dim)
     norm_out = args.routed.new_empty(shape)
     return norm_out, args.routed.new_empty(shape, dtype=args.residual_dtype)

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field, fields
 
 from moe_fusion.errors import ConfigError
+from moe_fusion.limits import PEER_TIMEOUT_DEFAULT_S, PEER_TIMEOUT_MAX_S
 
 ENV_PREFIX = "MOE_FUSION_"
 TAIL_KINDS = ("unfinalized", "finalized")
@@ -42,6 +43,16 @@ def _env_strict() -> bool:
     return words[text.lower()]
 
 
+def _env_peer_timeout_s() -> float:
+    text = _env("peer_timeout_s")
+    if text is None:
+        return PEER_TIMEOUT_DEFAULT_S
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{ENV_PREFIX}PEER_TIMEOUT_S", "a number of seconds", text) from None
+
+
 @dataclass(frozen=True)
 class FusionConfig:
     """What to fuse, and up to which size.
@@ -59,6 +70,8 @@ class FusionConfig:
             ``MOE_FUSION_FUSE=unfinalized,finalized``.
         strict: a refused tail whose partial comes from a MoE producer raises ``UnfusedTailError``
             at compile time instead of being counted. ``MOE_FUSION_STRICT=1``.
+        peer_timeout_s: how long a kernel waits for a peer's rows, in seconds; then its outputs are
+            NaN and the next call raises ``PeerTimeoutError``. ``MOE_FUSION_PEER_TIMEOUT_S=30``.
 
     Raises:
         ConfigError: a field or variable has a wrong value, or a variable is unknown.
@@ -67,6 +80,7 @@ class FusionConfig:
     token_ceiling: int | None = field(default_factory=_env_token_ceiling)
     fuse: tuple[str, ...] = field(default_factory=_env_fuse)
     strict: bool = field(default_factory=_env_strict)
+    peer_timeout_s: float = field(default_factory=_env_peer_timeout_s)
 
     def __post_init__(self) -> None:
         """Validate every field and the names of the environment variables."""
@@ -79,6 +93,10 @@ class FusionConfig:
         object.__setattr__(self, "fuse", tuple(self.fuse))
         if not isinstance(self.strict, bool):
             raise ConfigError("strict", "a bool", self.strict)
+        timeout = self.peer_timeout_s
+        if not isinstance(timeout, (int, float)) or not 0.0 < timeout <= PEER_TIMEOUT_MAX_S:
+            expected = f"a number of seconds > 0 and <= {PEER_TIMEOUT_MAX_S:g}"
+            raise ConfigError("peer_timeout_s", expected, timeout)
 
 
 def _reject_unknown_variables(known: tuple[str, ...]) -> None:

@@ -263,6 +263,11 @@ class TailArguments:
         return self.routed.shape[1]
 
     @property
+    def top_k(self) -> int | None:
+        """K; None for a tail without a finalize."""
+        return None if self.expert_weights is None else self.expert_weights.shape[1]
+
+    @property
     def residual_dtype(self) -> torch.dtype:
         """The dtype of ``residual_out``: that of the residual, else the activation dtype."""
         return self.routed.dtype if self.residual is None else self.residual.dtype

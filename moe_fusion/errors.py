@@ -10,6 +10,8 @@
     +-- RankTimeoutError     (RuntimeError)  ranks that the CLI started did not finish in time
     +-- RanksDisagreeError   (RuntimeError)  ranks fused differently
     +-- WrongResultError     (RuntimeError)  fused and unfused outputs differ
+    +-- PeerTimeoutError     (RuntimeError)  a peer's rows did not arrive in time
+    +-- NotPreparedError     (RuntimeError)  the first call of a group is inside CUDA graph capture
 
 Wrong arguments to a function are plain ``TypeError`` (kind or dtype) and ``ValueError`` (shape,
 device or value), always with what was expected and what was got.
@@ -89,4 +91,34 @@ class WrongResultError(MoEFusionError, RuntimeError):
     def __init__(self, difference: float, limit: float) -> None:
         super().__init__(
             f"fused outputs: expected a difference of at most {limit:g}, got {difference:g}"
+        )
+
+
+class PeerTimeoutError(MoEFusionError, RuntimeError):
+    """A kernel gave up waiting for a peer; its outputs, and all later ones, are NaN.
+
+    Attributes:
+        rank: the global rank that waited.
+        missing: the global ranks whose rows did not arrive.
+    """
+
+    def __init__(self, rank: int, missing: tuple[int, ...], timeout_s: float) -> None:
+        self.rank = rank
+        self.missing = missing
+        names = ", ".join(str(r) for r in missing)
+        super().__init__(
+            f"rank {rank}: expected the rows of every rank within {timeout_s:g} s, "
+            f"got none from rank {names}; outputs since then are NaN. The group cannot be used "
+            "for fused tails again: destroy it and create it anew "
+            "(MOE_FUSION_PEER_TIMEOUT_S sets the limit)"
+        )
+
+
+class NotPreparedError(MoEFusionError, RuntimeError):
+    """A CUDA graph is being captured and the group has no workspace yet."""
+
+    def __init__(self, group_name: str) -> None:
+        super().__init__(
+            f"group {group_name!r}: expected a prepared workspace, got a first call inside CUDA "
+            "graph capture; call moe_fusion.prepare(group, hidden_dim, dtype) on every rank before"
         )

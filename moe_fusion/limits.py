@@ -34,6 +34,26 @@ PARTIAL_CEILING_BYTES = {2: 2 << 20, 4: 1 << 20, 8: 256 << 10}
 # size: 2 and 4 from prototype timings on one H200 (T <= 128 and T <= 64 at H = 7168, bf16); 8 from
 # vLLM issue 44079, where the fused all-reduce-norm loses from 256 KiB on at TP 8 on H200.
 
+SLOTS_OF_A_WORKSPACE = 3
+# Source: with two, a peer's next rows can land in a slot that is yet to be cleared
+# (tests/test_exchange_model.py shows the interleaving).
+
+PEER_TIMEOUT_DEFAULT_S = 30.0
+# Source: far above a compile or a checkpoint stall of one rank, far below a scheduler's patience.
+
+PEER_TIMEOUT_MAX_S = 86_400.0
+# Source: a day; in nanoseconds, added to the device's clock, it is far from 2 ** 63.
+
+BUILD_TIMEOUT_S = 5.0
+# Source: a rendezvous of 8 ranks takes about a second, and one rank's failure has to put every
+# rank on the composite path within 10 s.
+
+BALLOT_POLL_INTERVAL_S = 0.005
+# Source: a store answers in about 0.1 ms, and a vote happens once for each group.
+
+COMPUTE_CAPABILITY_MIN = (8, 0)
+# Source: the oldest target that the kernels are compiled for in tests (bf16 arithmetic).
+
 
 def default_token_ceiling(world_size: int, hidden_dim: int, dtype: torch.dtype) -> int:
     """Tokens up to which the fused path is used by default.

@@ -19,11 +19,12 @@ def no_variables(monkeypatch):
 
 def test_defaults():
     config = FusionConfig()
-    assert config == FusionConfig(None, ("unfinalized", "finalized"), False)
+    assert config == FusionConfig(None, ("unfinalized", "finalized"), False, 30.0)
     assert dataclasses.asdict(config) == {
         "token_ceiling": None,
         "fuse": ("unfinalized", "finalized"),
         "strict": False,
+        "peer_timeout_s": 30.0,
     }
 
 
@@ -37,6 +38,7 @@ VARIABLES = [
     ("STRICT", "True", "strict", True),
     ("STRICT", "0", "strict", False),
     ("STRICT", "false", "strict", False),
+    ("PEER_TIMEOUT_S", "2.5", "peer_timeout_s", 2.5),
 ]
 
 
@@ -54,7 +56,7 @@ def test_an_argument_wins_over_its_variable(monkeypatch):
     for name, text in (("TOKEN_CEILING", "48"), ("FUSE", "finalized"), ("STRICT", "1")):
         monkeypatch.setenv(f"MOE_FUSION_{name}", text)
     config = FusionConfig(token_ceiling=7, fuse=("unfinalized",), strict=False)
-    assert dataclasses.astuple(config) == (7, ("unfinalized",), False)
+    assert dataclasses.astuple(config) == (7, ("unfinalized",), False, 30.0)
     assert FusionConfig(token_ceiling=None).token_ceiling is None
     assert FusionConfig(token_ceiling=7).fuse == ("finalized",)
 
@@ -70,12 +72,17 @@ def test_an_unknown_variable_is_an_error_that_lists_the_known_ones(monkeypatch):
         with pytest.raises(ConfigError) as caught:
             FusionConfig(**arguments)
         assert str(caught.value) == (
-            "MOE_FUSION_TOKEN_CIELING: expected one of MOE_FUSION_FUSE, MOE_FUSION_STRICT, "
-            "MOE_FUSION_TOKEN_CEILING, got 'an unknown variable'"
+            "MOE_FUSION_TOKEN_CIELING: expected one of MOE_FUSION_FUSE, MOE_FUSION_PEER_TIMEOUT_S, "
+            "MOE_FUSION_STRICT, MOE_FUSION_TOKEN_CEILING, got 'an unknown variable'"
         )
 
 
+SECONDS = "a number of seconds > 0 and <= 86400"
 WRONG = [
+    ({"peer_timeout_s": 0}, f"peer_timeout_s: expected {SECONDS}, got 0"),
+    ({"peer_timeout_s": 1e6}, f"peer_timeout_s: expected {SECONDS}, got 1000000.0"),
+    ({"peer_timeout_s": float("nan")}, f"peer_timeout_s: expected {SECONDS}, got nan"),
+    ({"peer_timeout_s": "30"}, f"peer_timeout_s: expected {SECONDS}, got '30'"),
     ({"token_ceiling": -1}, "token_ceiling: expected None or an int >= 0, in tokens, got -1"),
     ({"token_ceiling": 32.0}, "token_ceiling: expected None or an int >= 0, in tokens, got 32.0"),
     ({"token_ceiling": "32"}, "token_ceiling: expected None or an int >= 0, in tokens, got '32'"),

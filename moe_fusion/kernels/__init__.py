@@ -1,0 +1,1 @@
+"""Triton kernels of the op, imported at the first launch and never by ``import moe_fusion``."""

@@ -1,0 +1,104 @@
+"""PTX of the exchange's two memory operations, as text.
+
+Both work on one 16-byte unit a thread. ``.volatile`` is relaxed at system scope, and is neither
+merged nor hoisted: https://docs.nvidia.com/cuda/parallel-thread-execution/#volatile-operation. A
+vector access counts as four accesses of one word, in no order, so the waiter checks each word.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+POLLS_PER_CLOCK_READ = 64
+# Source: a poll takes 0.3 to 1 us, so a deadline is met to within 64 us.
+
+PUSH = tl.constexpr("""
+{
+    .reg .pred inside;
+    setp.ne.s32 inside, $6, 0;
+    @inside st.volatile.global.v4.b32 [$1], {$2, $3, $4, $5};
+    mov.b32 $0, 0;
+}
+""")
+PUSH_OPERANDS = tl.constexpr("=r,l,r,r,r,r,r")
+
+
+def _unpack(word: str, bits: int, is_bf16: bool) -> list[str]:
+    """Widen one word's elements to fp32 in the registers low and high."""
+    if bits == 32:
+        return [f"mov.b32 low, {word};"]
+    if is_bf16:
+        return [f"shl.b32 low, {word}, 16;", f"and.b32 high, {word}, 0xffff0000;"]
+    halves = f"mov.b32 {{half_low, half_high}}, {word};"
+    return [halves, "cvt.f32.f16 low, half_low;", "cvt.f32.f16 high, half_high;"]
+
+
+def _sum(world_size: int, bits: int, is_bf16: bool) -> list[str]:
+    """Add the words of all ranks, in rank order, to $0, $1, ..."""
+    lines = []
+    for rank in range(world_size):
+        for i in range(4):
+            lines += _unpack(f"w{4 * rank + i}", bits, is_bf16)
+            parts = ("low",) if bits == 32 else ("low", "high")
+            for j, part in enumerate(parts):
+                out = f"${len(parts) * i + j}"
+                add = f"add.rn.f32 {out}, {out}, {part};"
+                lines.append(add if rank else f"mov.b32 {out}, {part};")
+    return lines
+
+
+def wait_and_sum_text(world_size: int, bits: int, is_bf16: bool) -> str:
+    """Poll one unit of every rank until all have arrived or the deadline has passed, then add them.
+
+    Operands: the unit's sums, fp32; the ranks that are missing, one bit each; the address of rank
+    0's unit; the bytes from one rank's unit to the next; whether the unit is inside the row; the
+    deadline in nanoseconds of the device's clock.
+
+    Args:
+        world_size: W.
+        bits: of one element, 16 or 32.
+        is_bf16: whether 16-bit elements are bf16, else fp16.
+    """
+    sums = 128 // bits
+    missing, address, stride, inside, deadline = (f"${sums + i}" for i in range(5))
+    words = [f"w{i}" for i in range(4 * world_size)]
+    quads = [words[4 * rank : 4 * rank + 4] for rank in range(world_size)]
+    lines = [f".reg .b32 {', '.join(words)}, worst, polls;", ".reg .pred yes;"]
+    lines += [".reg .b64 unit, now;", ".reg .f32 low, high;", ".reg .b16 half_low, half_high;"]
+    lines += [f"mov.b32 ${i}, 0;" for i in range(sums + 1)]
+    lines += ["mov.b32 polls, 0;", f"setp.eq.s32 yes, {inside}, 0;", "@yes bra done;"]
+    lines += ["poll:", f"mov.b64 unit, {address};"]
+    for quad in quads:
+        lines += [f"ld.volatile.global.v4.b32 {{{', '.join(quad)}}}, [unit];"]
+        lines += [f"add.s64 unit, unit, {stride};"]
+    lines += [f"max.u32 worst, {words[0]}, {words[1]};"]
+    lines += [f"max.u32 worst, worst, {word};" for word in words[2:]]
+    lines += ["setp.ne.u32 yes, worst, 0xffffffff;", "@yes bra sum;"]
+    lines += ["add.u32 polls, polls, 1;", f"and.b32 worst, polls, {POLLS_PER_CLOCK_READ - 1};"]
+    lines += ["setp.ne.u32 yes, worst, 0;", "@yes bra poll;", "mov.u64 now, %globaltimer;"]
+    lines += [f"setp.lt.s64 yes, now, {deadline};", "@yes bra poll;"]
+    for rank, (first, *rest) in enumerate(quads):
+        lines += [f"mov.b32 worst, {first};", *(f"max.u32 worst, worst, {word};" for word in rest)]
+        lines += ["setp.eq.u32 yes, worst, 0xffffffff;", f"selp.b32 worst, {1 << rank}, 0, yes;"]
+        lines += [f"or.b32 {missing}, {missing}, worst;"]
+    body = "\n    ".join([*lines, "sum:", *_sum(world_size, bits, is_bf16), "done:"])
+    return f"\n{{\n    {body}\n}}\n"
+
+
+# Which ranks a unit is missing is only asked where one is, so the words need not outlive the text.
+WAIT = {
+    (world_size, dtype): tl.constexpr(
+        wait_and_sum_text(world_size, dtype.primitive_bitwidth, dtype == tl.bfloat16)
+    )
+    for world_size in (2, 4, 8)
+    for dtype in (tl.bfloat16, tl.float16, tl.float32)
+}
+WAIT_16_OPERANDS = tl.constexpr(",".join([*["=&f"] * 8, "=&r", "l", "l", "r", "l"]))
+WAIT_32_OPERANDS = tl.constexpr(",".join([*["=&f"] * 4, "=&r", "l", "l", "r", "l"]))
+
+
+@triton.constexpr_function
+def wait_text(world_size, dtype):
+    """The text for W and the activation dtype."""
+    return WAIT[world_size, dtype].value

@@ -20,6 +20,8 @@ from moe_fusion.errors import (
     ConfigError,
     InferenceOnlyError,
     MoEFusionError,
+    NotPreparedError,
+    PeerTimeoutError,
     UnfusedTailError,
 )
 
@@ -27,12 +29,15 @@ if TYPE_CHECKING:
     from moe_fusion.passes.fusion_pass import MoEFusionPass
     from moe_fusion.passes.install import fusing, install, uninstall
     from moe_fusion.passes.report import FusionReport
+    from moe_fusion.workspace import check, prepare
 
 _LAZY = {
     "FusionReport": "moe_fusion.passes.report",
     "MoEFusionPass": "moe_fusion.passes.fusion_pass",
+    "check": "moe_fusion.workspace",
     "fusing": "moe_fusion.passes.install",
     "install": "moe_fusion.passes.install",
+    "prepare": "moe_fusion.workspace",
     "uninstall": "moe_fusion.passes.install",
 }
 
@@ -44,11 +49,15 @@ __all__ = [
     "MoEFusionError",
     "MoEFusionPass",
     "MoEOutput",
+    "NotPreparedError",
+    "PeerTimeoutError",
     "UnfinalizedMoEOutput",
     "UnfusedTailError",
     "admits",
+    "check",
     "fusing",
     "install",
+    "prepare",
     "uninstall",
 ]
 

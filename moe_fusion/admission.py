@@ -36,6 +36,18 @@ def token_ceiling(
     return limits.default_token_ceiling(topology.world_size, hidden_dim, dtype)
 
 
+def capacity_bytes(
+    hidden_dim: int, dtype: torch.dtype, topology: Topology, config: FusionConfig
+) -> int:
+    """Bytes of one rank's partial [T, H] at the ceiling: what a slot has to hold of each rank.
+
+    With the table's ceilings it is the same for every H, so one workspace serves all layers.
+    """
+    if config.token_ceiling is None:
+        return limits.PARTIAL_CEILING_BYTES.get(topology.world_size, 0)
+    return config.token_ceiling * hidden_dim * dtype.itemsize
+
+
 def admit(
     hidden_dim: int,
     dtype: torch.dtype,
@@ -58,6 +70,9 @@ def admit(
         return Refusal(
             f"world size: expected one of {limits.FUSED_WORLD_SIZES}, got {topology.world_size}"
         )
+    refusal = _refuse_machine(topology)
+    if refusal is not None:
+        return refusal
     if dtype not in limits.DTYPES:
         return Refusal(f"dtype: expected one of {limits.DTYPES}, got {dtype}")
     multiple = limits.HIDDEN_DIM_MULTIPLE_ELEMENTS
@@ -68,6 +83,25 @@ def admit(
         )
     if top_k is not None and not 1 <= top_k <= limits.TOP_K_MAX_EXPERTS:
         return Refusal(f"top-k: expected 1 to {limits.TOP_K_MAX_EXPERTS} experts, got {top_k}")
+    return None
+
+
+def _refuse_machine(topology: Topology) -> Refusal | None:
+    """Whether the machine can run the fused kernel. On the CPU the op is the reference."""
+    if not topology.one_host:
+        return Refusal("hosts: expected all ranks on one host, got several")
+    if topology.device_type != "cuda":
+        return None
+    needed = limits.COMPUTE_CAPABILITY_MIN
+    if topology.capability is None or topology.capability < needed:
+        return Refusal(
+            f"device: expected CUDA compute capability {needed} or later, "
+            f"got {topology.capability or topology.device_name or 'no CUDA device'}"
+        )
+    if topology.symmetric_memory is None:
+        return Refusal("symmetric memory: expected a backend in this build of torch, got none")
+    if not topology.peers_reachable:
+        return Refusal("peer access: expected every rank's device to be reachable, got no access")
     return None
 
 

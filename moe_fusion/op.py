@@ -25,9 +25,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_fusion import reference
+from moe_fusion.admission import Refusal
 from moe_fusion.contract import TailArguments
 from moe_fusion.errors import InferenceOnlyError
 from moe_fusion.topology import resolve_group
+from moe_fusion.workspace import workspace_for
 
 _EPS = [field.name for field in fields(TailArguments)].index("eps")
 
@@ -93,12 +95,30 @@ def _reference_kernel(*operands: object) -> tuple[Tensor, Tensor]:
     return norm_out.contiguous(), residual_out.contiguous()
 
 
+def _cuda_kernel(*operands: object) -> tuple[Tensor, Tensor]:
+    """One kernel where the group has a workspace that holds this call, else the composite path."""
+    args = check_operands(*operands)
+    group = resolve_group(operands[-1])  # type: ignore[arg-type]
+    if args.num_tokens == 0:
+        return _outputs(args)
+    from moe_fusion.kernels.composite import composite
+    from moe_fusion.kernels.one_shot import one_shot
+
+    found = workspace_for(
+        args.num_tokens, args.hidden_dim, args.routed.dtype, group, top_k=args.top_k
+    )
+    return composite(args, group) if isinstance(found, Refusal) else one_shot(args, found)
+
+
+def _outputs(args: TailArguments) -> tuple[Tensor, Tensor]:
+    """Fresh outputs, [T, H] each, not filled."""
+    shape = (args.num_tokens, args.hidden_dim)
+    return args.routed.new_empty(shape), args.routed.new_empty(shape, dtype=args.residual_dtype)
+
+
 def fake_outputs(*operands: object) -> tuple[Tensor, Tensor]:
     """The outputs' shapes, dtypes and strides, as the op's fake kernel gives them."""
-    args = check_operands(*operands)
-    shape = (args.num_tokens, args.hidden_dim)
-    norm_out = args.routed.new_empty(shape)
-    return norm_out, args.routed.new_empty(shape, dtype=args.residual_dtype)
+    return _outputs(check_operands(*operands))
 
 
 def _backward(*_: object) -> None:
@@ -108,6 +128,6 @@ def _backward(*_: object) -> None:
 for _overload in _OVERLOADS:
     _name = f"finalize_allreduce_rms_norm{_overload}"
     _library.impl(_name, _reference_kernel, "CPU")
-    _library.impl(_name, _reference_kernel, "CUDA")
+    _library.impl(_name, _cuda_kernel, "CUDA")
     torch.library.register_fake(f"moe_fusion::{_name}", fake_outputs, lib=_library)
     torch.library.register_autograd(f"moe_fusion::{_name}", _backward, lib=_library)

@@ -26,8 +26,17 @@ def default_configuration():
     set_active_config(previous)
 
 
-def ask(*, hidden=7168, dtype=BF16, world_size=2, device_type="cpu", top_k=8):
-    return admit(hidden, dtype, Topology(world_size, device_type), top_k=top_k)
+H200 = {
+    "device_type": "cuda",
+    "device_name": "NVIDIA H200",
+    "capability": (9, 0),
+    "symmetric_memory": "CUDA",
+}
+
+
+def ask(*, hidden=7168, dtype=BF16, world_size=2, device_type="cpu", top_k=8, **machine):
+    topology = Topology(world_size, device_type, **machine)
+    return admit(hidden, dtype, topology, top_k=top_k)
 
 
 REASONS = {
@@ -50,6 +59,27 @@ REASONS = {
         "hidden size: expected a multiple of 8 in [16, 16384], got 16392",
     ),
     "no experts": ({"top_k": 0}, "top-k: expected 1 to 32 experts, got 0"),
+    "two hosts": ({"one_host": False}, "hosts: expected all ranks on one host, got several"),
+    "no CUDA device": (
+        {"device_type": "cuda"},
+        "device: expected CUDA compute capability (8, 0) or later, got no CUDA device",
+    ),
+    "ROCm": (
+        H200 | {"capability": None, "device_name": "AMD Instinct MI300X"},
+        "device: expected CUDA compute capability (8, 0) or later, got AMD Instinct MI300X",
+    ),
+    "too old": (
+        H200 | {"capability": (7, 5)},
+        "device: expected CUDA compute capability (8, 0) or later, got (7, 5)",
+    ),
+    "no symmetric memory": (
+        H200 | {"symmetric_memory": None},
+        "symmetric memory: expected a backend in this build of torch, got none",
+    ),
+    "no peer access": (
+        H200 | {"peers_reachable": False},
+        "peer access: expected every rank's device to be reachable, got no access",
+    ),
     "too many experts": ({"top_k": 33}, "top-k: expected 1 to 32 experts, got 33"),
 }
 
@@ -75,7 +105,8 @@ def test_each_reason(name):
         {"top_k": 1},
         {"top_k": 32},
         {"top_k": None},
-        {"device_type": "cuda"},
+        H200,
+        H200 | {"capability": (8, 0)},
     ],
     ids=str,
 )
@@ -222,8 +253,8 @@ def test_subgroups_are_known_by_name_and_only_to_their_members():
     assert other is dist.GroupMember.NON_GROUP_MEMBER
     assert resolve_group(mine.group_name) is mine
     assert sorted(known_groups()) == sorted(["0", mine.group_name])
-    assert probe(mine) == Topology(2, "cuda" if torch.cuda.is_available() else "cpu")
-    assert probe(dist.group.WORLD, "cuda") == Topology(4, "cuda")
+    assert probe(mine, "cpu") == Topology(2, "cpu")
+    assert probe(dist.group.WORLD, "cpu") == Topology(4, "cpu")
     # W = 2 has a higher ceiling than W = 4
     assert admits(100, 7168, BF16, mine)
     assert not admits(100, 7168, BF16, dist.group.WORLD)

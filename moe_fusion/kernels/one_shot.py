@@ -227,6 +227,47 @@ def _load_first(grid: tuple[int], arguments: tuple[Any, ...], constants: dict[st
         _loaded.add(key)
 
 
+def _constants(
+    args: TailArguments, workspace: Workspace, chosen: LaunchParameters
+) -> dict[str, Any]:
+    """What the kernel is compiled for."""
+    top_k = args.top_k or 1
+    return {
+        "TOP_K": top_k,
+        "UNROLL": min(chosen.unroll, top_k),
+        "H": args.hidden_dim,
+        "N": chosen.block_elements,
+        "CLEAR_UNITS": chosen.clear_units,
+        "PREFETCH": chosen.prefetch,
+        "W": workspace.world_size,
+        "BACKEND": backend(one_shot_kernel),
+        "num_warps": chosen.num_warps,
+        "enable_fp_fusion": False,
+    }
+
+
+def _operands(args: TailArguments, workspace: Workspace) -> tuple[Any, ...]:
+    """The kernel's arguments after its two outputs."""
+    routed, weights, permutation, *addends = row_operands(args)
+    routed, shared, replicated, residual, norm_weight = map(unit_row, (routed, *addends))
+    tensors = (routed, weights, permutation, shared, replicated, residual, norm_weight)
+    strides = [0 if t is None else t.stride(0) for t in (routed, shared, replicated, residual)]
+    scalars = (args.eps, args.weight_bias, args.routed_scaling_factor, args.output_scale)
+    return (
+        *tensors,
+        workspace.peers,
+        workspace.state,
+        workspace.error_word,
+        workspace.rank,
+        args.num_tokens,
+        *strides,
+        workspace.slot_bytes,
+        workspace.capacity_bytes,
+        int(workspace.peer_timeout_s * NANOSECONDS_PER_SECOND),
+        *map(float, scalars),
+    )
+
+
 def one_shot(
     args: TailArguments, workspace: Workspace, parameters: LaunchParameters | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -244,44 +285,8 @@ def one_shot(
     chosen = parameters or launch_parameters(args.hidden_dim, args.routed.dtype)
     norm_out = args.routed.new_empty(shape)
     residual_out = args.routed.new_empty(shape, dtype=args.residual_dtype)
-    routed, weights, permutation, *addends = row_operands(args)
-    routed, shared, replicated, residual, norm_weight = map(unit_row, (routed, *addends))
-    arguments = (
-        norm_out,
-        residual_out,
-        routed,
-        weights,
-        permutation,
-        shared,
-        replicated,
-        residual,
-        norm_weight,
-        workspace.peers,
-        workspace.state,
-        workspace.error_word,
-        workspace.rank,
-        args.num_tokens,
-        *(0 if t is None else t.stride(0) for t in (routed, shared, replicated, residual)),
-        workspace.slot_bytes,
-        workspace.capacity_bytes,
-        int(workspace.peer_timeout_s * NANOSECONDS_PER_SECOND),
-        float(args.eps),
-        float(args.weight_bias),
-        float(args.routed_scaling_factor),
-        float(args.output_scale),
-    )
-    constants = {
-        "TOP_K": args.top_k or 1,
-        "UNROLL": min(chosen.unroll, args.top_k or 1),
-        "H": args.hidden_dim,
-        "N": chosen.block_elements,
-        "CLEAR_UNITS": chosen.clear_units,
-        "PREFETCH": chosen.prefetch,
-        "W": workspace.world_size,
-        "BACKEND": backend(one_shot_kernel),
-        "num_warps": chosen.num_warps,
-        "enable_fp_fusion": False,
-    }
+    arguments = (norm_out, residual_out, *_operands(args, workspace))
+    constants = _constants(args, workspace, chosen)
     grid = (max(args.num_tokens, chosen.min_blocks),)
     if constants["BACKEND"] != "interpreter":
         _load_first(grid, arguments, constants)

@@ -14,6 +14,25 @@ from moe_fusion.errors import PeerTimeoutError
 STATE_WORDS = 4  # of int64: see moe_fusion.kernels.one_shot
 
 
+@dataclass
+class StreamOrder:
+    """Keeps the calls on one workspace in order, on whichever stream each of them is."""
+
+    last: torch.cuda.Stream | None = None
+
+    def take_turn(self) -> None:
+        """Let the current stream wait for the stream of the call before, if that was another one.
+
+        Work that a CUDA graph captures is not seen: its replays are the caller's to order.
+        """
+        current = torch.cuda.current_stream()
+        if torch.cuda.is_current_stream_capturing():
+            return
+        if self.last is not None and self.last != current:
+            current.wait_stream(self.last)
+        self.last = current
+
+
 @dataclass(frozen=True, eq=False)
 class Workspace:
     """One rank's side of the exchange: docs/kernel.md has the layout.
@@ -31,6 +50,7 @@ class Workspace:
         peer_timeout_s: how long a kernel waits for a peer, in seconds.
         global_ranks: the ranks of the group in the world, for messages.
         memory: whatever keeps the buffers mapped.
+        order: keeps calls from several streams in order.
     """
 
     rank: int
@@ -43,6 +63,7 @@ class Workspace:
     peer_timeout_s: float
     global_ranks: tuple[int, ...]
     memory: object = field(repr=False)
+    order: StreamOrder = field(default_factory=StreamOrder, repr=False)
 
     @property
     def slot_bytes(self) -> int:

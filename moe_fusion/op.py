@@ -107,7 +107,11 @@ def _cuda_kernel(*operands: object) -> tuple[Tensor, Tensor]:
     found = workspace_for(
         args.num_tokens, args.hidden_dim, args.routed.dtype, group, top_k=args.top_k
     )
-    return composite(args, group) if isinstance(found, Refusal) else one_shot(args, found)
+    with torch.cuda.device(args.routed.device):
+        if isinstance(found, Refusal):
+            return composite(args, group)
+        found.order.take_turn()
+        return one_shot(args, found)
 
 
 def _outputs(args: TailArguments) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import socket
+import tempfile
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -81,7 +82,10 @@ class _Built:
 
 
 _built: dict[tuple[str, torch.dtype, FusionConfig], _Built] = {}
-_kept: list[Workspace] = []  # captured in a graph, which may be replayed for ever
+# Captured in a graph, which may be replayed for ever; checked while the group lives.
+_captured: list[tuple[weakref.ReferenceType[dist.ProcessGroup], Workspace]] = []
+# A peer's last kernel may still write here, or a capture forbids to free it; never checked.
+_retired: list[Workspace] = []
 
 
 def _capturing() -> bool:
@@ -107,6 +111,7 @@ def _facts(plan: _Plan) -> dict[str, Any]:
         "capacity_bytes": plan.capacity_bytes,
         "torch": torch.__version__,
         "host": _host(),
+        **_exchange_places(),
     }
 
 
@@ -117,6 +122,21 @@ def _host() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return socket.gethostname()
+
+
+def _exchange_places() -> dict[str, str]:
+    """Where processes hand device memory to each other: by process numbers and temporary files.
+
+    Ranks that do not share them can wait for ever in the exchange, so they compare them before.
+    """
+    found = {}
+    for namespace in ("pid", "mnt"):
+        try:
+            found[f"{namespace} namespace"] = str(Path("/proc/self/ns", namespace).readlink())
+        except OSError:
+            found[f"{namespace} namespace"] = "unknown"
+    folder = Path(tempfile.gettempdir())
+    return {**found, "temporary folder": str(folder)}
 
 
 def _allocate(allocator: Allocator, world_size: int, capacity_bytes: int) -> tuple[Tensor, Tensor]:
@@ -191,7 +211,7 @@ def _build(group: dist.ProcessGroup, plan: _Plan, backend: Backend) -> Workspace
     _, problem = _attempt("self-test", lambda: self_test(workspace, plan.hidden_dim, backend))
     reason = vote(group, Ballot(problem), 2 * limits.BUILD_TIMEOUT_S)
     if reason is not None:
-        _kept.append(workspace)  # a peer's last kernel may still write here
+        _retired.append(workspace)
         return Refusal(reason)
     assert isinstance(workspace, Workspace)
     return workspace
@@ -200,13 +220,23 @@ def _build(group: dist.ProcessGroup, plan: _Plan, backend: Backend) -> Workspace
 def _entry(
     group: dist.ProcessGroup, dtype: torch.dtype, config: FusionConfig, backend: Backend
 ) -> _Built:
-    """This group's entry; that of a destroyed group of the same name is forgotten."""
+    """This group's entry; those of destroyed groups are forgotten when a new one is made."""
     key = (group.group_name, dtype, config)
     entry = _built.get(key)
     if entry is None or entry.group() is not group:
+        _forget_destroyed_groups()
         topology = probe(group, backend.device_type)
         entry = _built[key] = _Built(weakref.ref(group), topology)
     return entry
+
+
+def _forget_destroyed_groups() -> None:
+    """Free the workspaces of groups that are gone."""
+    for key, entry in list(_built.items()):
+        if entry.group() is None:
+            del _built[key]
+            if _capturing():  # freeing synchronizes the device, which a capture forbids
+                _retired.extend(entry.workspaces)
 
 
 def _plan(
@@ -277,8 +307,8 @@ def workspace_for(
         assert entry.refusal is not None
         return entry.refusal
     workspace.check()
-    if _capturing() and not any(workspace is kept for kept in _kept):
-        _kept.append(workspace)
+    if _capturing() and not any(workspace is captured for _, captured in _captured):
+        _captured.append((entry.group, workspace))
     return workspace
 
 
@@ -318,8 +348,7 @@ def check() -> None:
     Raises:
         PeerTimeoutError: a peer did not arrive in time.
     """
-    for entry in _built.values():
-        for workspace in entry.workspaces:
-            workspace.check()
-    for workspace in _kept:
+    live = [w for entry in _built.values() if entry.group() is not None for w in entry.workspaces]
+    live += [workspace for group, workspace in _captured if group() is not None]
+    for workspace in live:
         workspace.check()

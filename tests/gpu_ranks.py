@@ -89,6 +89,20 @@ def run_random_rounds(rank, world_size, kinds, rounds, seed):
     return dict(zip(first, _on_cpu([o for _, o in kept]), strict=True)), int(differing)
 
 
+def run_two_streams(rank, world_size, kinds, rounds):
+    """Calls that change the stream each time, with work queued on it before: all outputs."""
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    inputs = [case.rank(rank, "cuda") for case in kinds]
+    torch.cuda.synchronize()
+    outputs = []
+    for number in range(rounds):
+        with torch.cuda.stream(streams[number % 2]):
+            torch.cuda._sleep(200_000 * (1 + (number + rank) % 3))
+            outputs.append(call(inputs[number % len(kinds)]))
+    torch.cuda.synchronize()
+    return _on_cpu(outputs)
+
+
 def run_special(rank, world_size, dtype, calls):
     """residual_out of each call on special values; it is the sum itself."""
     rows = [special_rows(dtype, c, rank).cuda() for c in range(calls)]

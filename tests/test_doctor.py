@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -63,7 +64,9 @@ def test_under_a_launcher_the_group_reports_what_it_agreed():
         "doctor.add_parser(parser.add_subparsers());"
         "args = parser.parse_args(['doctor', '--json']); raise SystemExit(args.run(args))"
     )
-    launcher = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29617"}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    launcher = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code],

@@ -107,6 +107,15 @@ def test_a_thousand_random_rounds_with_late_ranks_repeat_bit_for_bit(pool):
         assert_close(kinds[kind], got, pool.world_size)
 
 
+def test_calls_from_two_streams_take_turns(pool):
+    assert is_fused(pool)
+    kinds = [Case(3, 2880, seed=5), Case(17, 2880, seed=6), Case(1, 2880, seed=7)]
+    outputs = pool.run(ranks.run_two_streams, kinds, 40)
+    assert_ranks_agree(outputs)
+    for number, got in enumerate(outputs[0]):
+        assert_close(kinds[number % 3], got, pool.world_size)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_special_values_cross_the_exchange_in_every_slot(pool, dtype):
     assert is_fused(pool, 16, dtype)

@@ -58,7 +58,9 @@ class LaunchParameters:
 
 def launch_parameters(hidden_dim: int, dtype: torch.dtype) -> LaunchParameters:
     """The parameters for rows of ``hidden_dim`` elements."""
-    block_elements = triton.next_power_of_2(hidden_dim)
+    # A unit for each thread of a warp, so that no two threads push the same one.
+    narrowest = WARP_THREADS * UNIT_BYTES // dtype.itemsize
+    block_elements = max(triton.next_power_of_2(hidden_dim), narrowest)
     row_bytes = block_elements * dtype.itemsize
     limit = WARPS_MAX if row_bytes <= ROW_BYTES_OF_16_WARPS else 2 * WARPS_MAX
     num_warps = min(max(row_bytes // UNIT_BYTES // WARP_THREADS, 1), limit)

@@ -155,7 +155,7 @@ def one_shot_kernel(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(state + STATE_SLOT)
     previous_extent = tl.load(state + STATE_EXTENT)
-    missed = tl.load(state + STATE_MISSING).to(tl.int32)
+    missed = tl.load(state + STATE_MISSING, volatile=True).to(tl.int32)
     own = tl.load(peers + rank)
     offset = slot * slot_bytes + row * ROW_BYTES
     rank_bytes = rank_bytes.to(tl.int64)
@@ -199,9 +199,10 @@ def one_shot_kernel(
             value, weight_row, eps, weight_bias, norm_weight is not None, H, BACKEND
         )
         lost = missed
-        # A missing word is a NaN. A call that no longer waits has nothing to report.
-        if (square_sum != square_sum) & (missed == 0):
-            lost |= _report(state, error_word, missing, BACKEND)
+        # A missing word is a NaN. A call that no longer waits has nothing to report; that is no
+        # part of the condition, since threads may read `missed` before and after it is set.
+        if square_sum != square_sum:
+            lost |= _report(state, error_word, tl.where(missed == 0, missing, 0), BACKEND)
         value = tl.where(lost == 0, value, float("nan"))
         norm = tl.where(lost == 0, norm, float("nan"))
         out = row * H + column

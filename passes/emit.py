@@ -15,7 +15,6 @@ from moe_fusion.passes.nodes import (
     Size,
     arg,
     aten,
-    calls,
     dtype,
     is_reshape,
     prims,
@@ -99,7 +98,7 @@ class Emitter:
         if len(symbolic) <= 1:
             return [-1 if dim in symbolic else _static(size) for dim, size in enumerate(wanted)]
         for view in views:
-            if calls(view, aten.reshape.default) and same_shape(shape(view), wanted):
+            if same_shape(shape(view), wanted):
                 return list(arg(view, 1))
         for node in kept:
             if same_shape(shape(node), wanted):

@@ -88,10 +88,8 @@ def _put(ours: MoEFusionPass) -> _Installed:
 def _restore(previous: _Installed) -> None:
     """Put back what was there; where somebody has changed the slot since, take out only ours."""
     slot = getattr(inductor_config, _SLOT)
-    if slot is previous.put:
-        setattr(inductor_config, _SLOT, previous.slot)
-    elif isinstance(slot, (list, tuple)):
-        setattr(inductor_config, _SLOT, type(slot)(_others(slot)) or None)
+    shared = isinstance(slot, (list, tuple)) and slot is not previous.put
+    setattr(inductor_config, _SLOT, type(slot)(_others(slot)) if shared else previous.slot)
     set_active_config(previous.config)
 
 

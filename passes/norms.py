@@ -34,6 +34,7 @@ from moe_fusion.passes.nodes import (
     num_rows,
     operands,
     same,
+    scaled_operand,
     shape,
     sole_user,
     strip,
@@ -130,14 +131,26 @@ def _narrows_from_fp64(node: Node) -> bool:
 def _inverse_roots(shifted: Node) -> list[tuple[Node, ...]]:
     """The ways from ``mean + eps`` to its inverse root: ``rsqrt``, ``pow(-0.5)``, ``1 / sqrt``."""
     root = sole_user(shifted)
-    if calls(root, aten.rsqrt.default):
-        return [(root,)]
-    if calls(root, aten.pow.Tensor_Scalar) and arg(root, 1) == -0.5:
+    if calls(root, aten.rsqrt.default) or _is_power(root, -0.5):
         return [(root,)]
     inverse = sole_user(root) if calls(root, aten.sqrt.default) else None
-    if root is not None and inverse is not None and calls(inverse, aten.reciprocal.default):
-        return [(root, inverse)]
-    return []
+    if root is None or inverse is None or not _is_inverse_of(inverse, root):
+        return []
+    # `1 / x` is traced as a reciprocal times one.
+    product = sole_user(inverse)
+    if product is not None and scaled_operand(product) == (inverse, 1.0):
+        return [(root, inverse, product)]
+    return [(root, inverse)]
+
+
+def _is_power(node: Node | None, exponent: float) -> TypeGuard[Node]:
+    return calls(node, aten.pow.Tensor_Scalar) and arg(node, 1) == exponent
+
+
+def _is_inverse_of(node: Node, root: Node) -> bool:
+    quotient = operands(node, aten.div.Tensor)
+    divides = quotient is not None and quotient[1] is root and constant(quotient[0]) == 1.0
+    return calls(node, aten.reciprocal.default) or _is_power(node, -1) or divides
 
 
 def _products(shifted: Node) -> list[tuple[Node, Node, tuple[Node, ...]]]:

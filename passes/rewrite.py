@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from moe_fusion.op import OP, OP_EPS_TENSOR, check_operands, fake_outputs
 from moe_fusion.passes.emit import Emitter
 from moe_fusion.passes.emit_routing import emit_routing
-from moe_fusion.passes.nodes import NoMatch, shape, strip_casts
+from moe_fusion.passes.nodes import NoMatch, arg, aten, calls, shape, strip_casts
 from moe_fusion.passes.tail import Tail
 
 
@@ -37,7 +37,7 @@ def rewrite(graph: Graph, tail: Tail) -> Node | NoMatch:
         emit = Emitter(graph, total)
         try:
             call = _emit_call(emit, tail)
-            views = (total, *after.interior)
+            views = _sized_before(total, (total, *after.interior, *total.users))
             norm_out, residual_out = (emit.call(operator.getitem, call, index) for index in (0, 1))
             norm_out = emit.shaped(norm_out, emit.sizes(output, tail.kept, views))
             residual_out = emit.shaped(residual_out, emit.sizes(total, tail.kept, views))
@@ -52,6 +52,16 @@ def rewrite(graph: Graph, tail: Tail) -> Node | NoMatch:
     if late:
         stable_topological_sort(graph)
     return call
+
+
+def _sized_before(place: Node, views: Iterable[Node]) -> list[Node]:
+    """The ``views`` whose size arguments exist at ``place``."""
+    return [
+        view
+        for view in views
+        if calls(view, aten.reshape.default)
+        and all(size < place for size in arg(view, 1) if isinstance(size, Node))
+    ]
 
 
 def _emit_call(emit: Emitter, tail: Tail) -> Node:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 torch.set_num_threads(1)
 # Inductor's pool of compile workers costs more than the few kernels that the tests compile.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# To find out which vector instructions the compiler knows takes longer than the kernels do.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 
 @pytest.fixture(autouse=True)

@@ -36,6 +36,12 @@ def fp32_masked(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
     return gathered.sum(dim=1).to(rows.dtype)
 
 
+def not_missing(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    """The map as it is: -1 reads the last row, and the mask drops it."""
+    gathered = torch.where((index != -1).unsqueeze(-1), rows[index], 0.0)
+    return (gathered * weights.unsqueeze(-1)).sum(1)
+
+
 def dataclass_form(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
     if rows.dtype == torch.float64:  # an oracle: the dataclasses take the activation dtypes only
         return where_masked(rows, weights, index)
@@ -44,6 +50,19 @@ def dataclass_form(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
 
 def unmasked(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
     return (rows[index] * weights.unsqueeze(-1)).sum(1)
+
+
+def embedding(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    return (torch.nn.functional.embedding(index, rows) * weights.unsqueeze(-1)).sum(1)
+
+
+def index_select(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    gathered = rows.index_select(0, index.flatten()).view(*index.shape, -1)
+    return (weights.unsqueeze(-1) * gathered).sum(1)
+
+
+def kept_dimension(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    return (rows[index] * weights.unsqueeze(-1)).sum(1, keepdim=True).squeeze(1)
 
 
 def inverse_permutation(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
@@ -85,6 +104,7 @@ MASKED = {
     "where": where_masked,
     "clamp_min and masked_fill": clamp_masked,
     "fp32, mask after the weight": fp32_masked,
+    "!= -1": not_missing,
     "MoEOutput.finalize": dataclass_form,
     "zero row": zero_row,
     "expert parallel": expert_parallel,
@@ -135,6 +155,9 @@ def index_put_bmm(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
 
 UNMASKED = {
     "plain gather": unmasked,
+    "embedding": embedding,
+    "index_select": index_select,
+    "sum with keepdim": kept_dimension,
     "inverse permutation": inverse_permutation,
     "inverse by argsort": inverse_by_argsort,
     "token-major": token_major,
@@ -163,6 +186,30 @@ def norm_a_square(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
     return (wide * torch.rsqrt(torch.mean(wide * wide, dim=-1, keepdim=True) + eps)).type_as(
         x
     ) * weight
+
+
+def norm_quotient(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
+    wide = x.float()
+    wide = wide / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def norm_power(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
+    wide = x.float()
+    wide = wide * (wide.pow(2).mean(-1, keepdim=True) + eps).pow(-0.5)
+    return weight * wide.to(x.dtype)
+
+
+def norm_reciprocal(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + eps).reciprocal()
+    return (weight * wide).to(x.dtype)
+
+
+def norm_unsqueezed(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1).unsqueeze(-1) + eps)
+    return weight * wide.to(x.dtype)
 
 
 def norm_b(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
@@ -194,6 +241,10 @@ NORMS = {
     "A": norm_a,
     "A, commuted": norm_a_commuted,
     "A, x * x": norm_a_square,
+    "A, x / sqrt": norm_quotient,
+    "A, pow(-0.5)": norm_power,
+    "A, mean and unsqueeze": norm_unsqueezed,
+    "B, sqrt and reciprocal": norm_reciprocal,
     "B": norm_b,
     "F.rms_norm": norm_f,
     "F.rms_norm, no weight": norm_f_no_weight,

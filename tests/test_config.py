@@ -72,8 +72,8 @@ def test_an_unknown_variable_is_an_error_that_lists_the_known_ones(monkeypatch):
         with pytest.raises(ConfigError) as caught:
             FusionConfig(**arguments)
         assert str(caught.value) == (
-            "MOE_FUSION_TOKEN_CIELING: expected one of MOE_FUSION_FUSE, MOE_FUSION_PEER_TIMEOUT_S, "
-            "MOE_FUSION_STRICT, MOE_FUSION_TOKEN_CEILING, got 'an unknown variable'"
+            "environment variable: expected one of MOE_FUSION_FUSE, MOE_FUSION_PEER_TIMEOUT_S, "
+            "MOE_FUSION_STRICT, MOE_FUSION_TOKEN_CEILING, got 'MOE_FUSION_TOKEN_CIELING'"
         )
 
 
@@ -85,6 +85,7 @@ WRONG = [
     ({"peer_timeout_s": "30"}, f"peer_timeout_s: expected {SECONDS}, got '30'"),
     ({"token_ceiling": -1}, "token_ceiling: expected None or an int >= 0, in tokens, got -1"),
     ({"token_ceiling": 32.0}, "token_ceiling: expected None or an int >= 0, in tokens, got 32.0"),
+    ({"token_ceiling": True}, "token_ceiling: expected None or an int >= 0, in tokens, got True"),
     ({"token_ceiling": "32"}, "token_ceiling: expected None or an int >= 0, in tokens, got '32'"),
     (
         {"fuse": ("attention",)},

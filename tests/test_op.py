@@ -362,9 +362,8 @@ def test_without_any_group():
             torch.ones((), device="meta"),
             "eps: expected a float or a 0-d CPU tensor, got shape [] on meta",
         ),
-        (torch.tensor(-0.5), "eps: expected a float >= 0, got -0.5"),
     ],
-    ids=["rank", "device", "negative"],
+    ids=["rank", "device"],
 )
 def test_eps_tensor_errors(eps, message):
     values = list(operands(every_operand()))
@@ -372,6 +371,34 @@ def test_eps_tensor_errors(eps, message):
     with pytest.raises(ValueError, match="eps") as caught:
         OP_EPS_TENSOR(*values)
     assert str(caught.value) == message
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("eps", [-1e-6, -0.5])
+@pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
+def test_a_negative_eps_is_an_error(eps, fake):
+    mode = FakeTensorMode() if fake else contextlib.nullcontext()
+    values = operands(without(eps=eps))
+    if fake:
+        values = converted(values, mode.from_tensor)
+    with pytest.raises(ValueError, match="eps") as caught, mode:
+        OP(*values)
+    assert str(caught.value) == f"eps: expected a float >= 0, got {eps}"
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_negative_eps_tensor_gives_what_the_norm_would():
+    """A graph computes it, so that its value is no reason to fail in the middle of a call."""
+    args = without(eps=-0.5)
+    args.residual[0] *= 0.1
+    args = dataclasses.replace(args, routed=args.routed * 0.0, shared_output=None)
+    outputs = call(dataclasses.replace(args, replicated_output=None), eps_tensor=True)
+    norm_out, residual_out = (out.double() for out in outputs)
+    shifted = residual_out.pow(2).mean(-1, keepdim=True) - 0.5
+    assert bool((shifted[0] < 0.0).all())
+    assert norm_out[0].isnan().all()
+    want = residual_out * shifted.rsqrt() * (args.norm_weight.double() + args.weight_bias)
+    torch.testing.assert_close(norm_out[1:], want[1:], rtol=2**-7, atol=0)
 
 
 @pytest.mark.usefixtures("fake_group")

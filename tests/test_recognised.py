@@ -12,33 +12,12 @@ import inputs
 import pytest
 import spellings
 import torch
+from checks import RANKS, assert_fused, error
 from tracing import trace
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
 SCALE = 2.5
-
-
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
-
-
-def assert_fused(function, data: inputs.Inputs, *, fused: int = 1, **expected: object):
-    """``function(*tensors)`` is fused ``fused`` times and no less exact than unfused."""
-    unfused = function(*data.args())
-    oracle = function(*data.to(torch.float64).args())
-    traced = trace(function, *data.args())
-    assert traced.report.fused == fused, str(traced.report)
-    assert traced.report.all_reduces_after == 0
-    for got, plain, want in zip(traced.output, unfused, oracle, strict=True):
-        assert got.dtype == plain.dtype
-        assert got.shape == plain.shape
-        assert torch.isfinite(got).all()
-        # fp32 sums in another order differ in the last bits
-        assert error(got, want) <= 1.02 * error(plain, want) + 3e-7
-    for name, value in expected.items():
-        assert getattr(traced.report.sites[0], name) == value
-    return traced
 
 
 def tail(finalize, norm=spellings.norm_a, reduce=spellings.functional, combine=None):
@@ -92,6 +71,69 @@ def test_norm_weight_dtypes_are_right_or_refused(name, activation, weight):
         assert error(got, want) <= 1.02 * error(plain, want) + 3e-7
 
 
+@pytest.mark.parametrize("one", [1, 1.0])
+def test_one_over_the_root(one):
+    def norm(total, norm_weight):
+        root = torch.sqrt(total.pow(2).mean(-1, keepdim=True) + spellings.EPS)
+        return norm_weight * (total * (one / root))
+
+    data = inputs.make(torch.float32, missing=True)
+    assert_fused(tail(spellings.where_masked, norm), data)
+
+
+def each(cases):
+    return pytest.mark.parametrize("case", cases)
+
+
+SIGNED_BEFORE = {
+    "routed / 3": lambda routed, shared: routed / 3.0 + shared,
+    "(routed + shared) / 4": lambda routed, shared: (routed + shared) / 4.0,
+    "routed - shared": lambda routed, shared: routed - shared,
+    "shared - routed": lambda routed, shared: shared - routed,
+    "add of shared, alpha": lambda routed, shared: torch.add(routed, shared, alpha=2),
+    "add of routed, alpha": lambda routed, shared: torch.add(shared, routed, alpha=-0.5),
+    "sub, alpha": lambda routed, shared: torch.sub(shared, routed, alpha=2.5),
+    "-routed": lambda routed, shared: shared + -routed,
+    "-(routed - shared)": lambda routed, shared: -(routed - shared),
+}
+SIGNED_AFTER = {
+    "y / 4": (lambda y, residual, shared: residual + y / 4.0, True, "none"),
+    "residual - y": (lambda y, residual, shared: residual - y, True, "none"),
+    "y - residual": (lambda y, residual, shared: y - residual, False, "after the all_reduce"),
+    "-y": (lambda y, residual, shared: -y + residual, True, "none"),
+    "add of y, alpha": (
+        lambda y, residual, shared: torch.add(residual, y, alpha=2),
+        True,
+        "none",
+    ),
+    "sub of y, alpha": (
+        lambda y, residual, shared: torch.sub(residual, y, alpha=0.5),
+        True,
+        "none",
+    ),
+    "add of the residual, alpha": (
+        lambda y, residual, shared: torch.add(y, residual, alpha=2),
+        False,
+        "after the all_reduce",
+    ),
+    "y - shared": (
+        lambda y, residual, shared: residual + (y - shared),
+        True,
+        "after the all_reduce",
+    ),
+    "shared - y": (
+        lambda y, residual, shared: residual + (shared - y),
+        True,
+        "after the all_reduce",
+    ),
+    "-(residual - (y - shared))": (
+        lambda y, residual, shared: -(residual - (y - shared)),
+        False,
+        "after the all_reduce",
+    ),
+}
+
+
 def before(scale_first, flip):
     """Shared expert added before the all_reduce, the scale on routed experts alone or on both."""
 
@@ -110,6 +152,31 @@ def test_shared_before_the_all_reduce(name, dtype, scale_first, flip):
     data = inputs.make(dtype, missing=True)
     function = tail(spellings.FINALIZE[name], combine=before(scale_first, flip))
     assert_fused(function, data, shared="before the all_reduce")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@each(SIGNED_BEFORE)
+def test_quotients_signs_and_alpha_before_the_all_reduce(case, dtype):
+    function = tail(spellings.where_masked, combine=SIGNED_BEFORE[case])
+    data = inputs.make(dtype, missing=True)
+    assert_fused(function, data, finalize="permuted rows", shared="before the all_reduce")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@each(SIGNED_AFTER)
+def test_quotients_signs_and_alpha_after_the_all_reduce(case, dtype):
+    total_of, residual, shared = SIGNED_AFTER[case]
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        reduced = spellings.functional(spellings.where_masked(rows, weights, index))
+        total = total_of(reduced, residual, shared)
+        return spellings.norm_a(total, norm_weight), total
+
+    residual = residual and str(dtype).removeprefix("torch.")
+    data = inputs.make(dtype, missing=True)
+    assert_fused(
+        function, data, finalize="permuted rows", residual=residual or "none", shared=shared
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -204,7 +271,8 @@ def test_a_finalized_partial(dtype, reduce):
         total = spellings.ALL_REDUCES[reduce](shared @ shared.T @ shared) + residual
         return spellings.norm_a(total, norm_weight), total
 
-    assert_fused(function, inputs.make(dtype), finalize="finalized", top_k=None)
+    ranks = 1 if reduce == "in place" else RANKS
+    assert_fused(function, inputs.make(dtype), ranks=ranks, finalize="finalized", top_k=None)
 
 
 def test_no_residual():
@@ -216,6 +284,18 @@ def test_no_residual():
         return normed @ normed.T, total + 1
 
     assert_fused(function, inputs.make(), residual="none")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3), (1, 6)], ids=str)
+def test_a_view_of_the_sum_is_normalised_and_the_sum_read_elsewhere(shape, dtype):
+    def function(rows, weights, index, shared, residual, norm_weight):
+        total = residual + spellings.functional(spellings.where_masked(rows, weights, index))
+        normed = spellings.norm_a(total.view(*shape, inputs.H), norm_weight)
+        return normed, total.sin(), total
+
+    data = inputs.make(dtype, missing=True)
+    assert_fused(function, data, finalize="permuted rows", residual=str(dtype)[6:])
 
 
 def test_an_fp32_residual_read_unrounded():

@@ -8,6 +8,7 @@ import spellings
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from checks import assert_untouched
 from conftest import make_fake_group
 from torch.fx.experimental.proxy_tensor import make_fx
 from tracing import CEILING, trace
@@ -132,12 +133,6 @@ def activation_between(rows, weights, index, shared, residual, norm_weight):
     return norm(total, norm_weight), total
 
 
-@case("aten.add.Tensor comes between the all_reduce and the norm")
-def alpha(rows, weights, index, shared, residual, norm_weight):
-    total = torch.add(residual, reduced(rows, weights, index), alpha=2)
-    return norm(total, norm_weight), total
-
-
 @case("the residual is torch.float32 but its sum is read rounded to torch.bfloat16")
 def wide_residual_read_rounded(rows, weights, index, shared, residual, norm_weight):
     wide = residual.float() * 1.001
@@ -159,23 +154,11 @@ def weight_from_the_sum(rows, weights, index, shared, residual, norm_weight):
     return norm(total, total.mean(0)), total
 
 
-def untouched(function, reason, data, config=None, count=1):
-    eager = function(*data.args())
-    traced = trace(function, *data.args(), config=config)
-    assert traced.report.fused == 0, str(traced.report)
-    assert dict(traced.report.refusals) == {reason: count}
-    assert traced.before == traced.after
-    assert traced.report.all_reduces_after == traced.report.all_reduces_before == count
-    assert reason in str(traced.report)
-    for got, want in zip(traced.output, eager, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
-
-
 @pytest.mark.usefixtures("fake_group")
 @pytest.mark.parametrize("name", CASES)
 def test_refused(name):
     function, reason = CASES[name]
-    untouched(function, reason, inputs.make(missing=True))
+    assert_untouched(function, reason, inputs.make(missing=True))
 
 
 def plain_tail(rows, weights, index, shared, residual, norm_weight):
@@ -187,32 +170,32 @@ def plain_tail(rows, weights, index, shared, residual, norm_weight):
 def test_the_token_ceiling():
     config = FusionConfig(token_ceiling=inputs.T - 1)
     reason = f"token ceiling: expected at most {inputs.T - 1} tokens, got {inputs.T}"
-    untouched(plain_tail, reason, inputs.make(), config)
+    assert_untouched(plain_tail, reason, inputs.make(), config)
 
 
 @pytest.mark.usefixtures("fake_group")
 def test_a_kind_that_the_configuration_leaves_out():
     reason = "the configuration does not fuse unfinalized tails: fuse=('finalized',)"
-    untouched(plain_tail, reason, inputs.make(), FusionConfig(fuse=("finalized",)))
+    assert_untouched(plain_tail, reason, inputs.make(), FusionConfig(fuse=("finalized",)))
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 16])
 def test_world_sizes_without_a_kernel(world_size):
     make_fake_group(world_size)
     reason = f"world size: expected one of (2, 4, 8), got {world_size}"
-    untouched(plain_tail, reason, inputs.make(), FusionConfig(token_ceiling=CEILING))
+    assert_untouched(plain_tail, reason, inputs.make(), FusionConfig(token_ceiling=CEILING))
 
 
 @pytest.mark.usefixtures("fake_group")
 def test_a_hidden_size_that_no_vector_load_divides():
     reason = "hidden size: expected a multiple of 8 in [16, 16384], got 20"
-    untouched(plain_tail, reason, inputs.make(hidden=20))
+    assert_untouched(plain_tail, reason, inputs.make(hidden=20))
 
 
 @pytest.mark.usefixtures("fake_group")
 def test_more_experts_a_token_than_are_tested():
     reason = "top-k: expected 1 to 32 experts, got 33"
-    untouched(plain_tail, reason, inputs.make(top_k=33), FusionConfig(token_ceiling=CEILING))
+    assert_untouched(plain_tail, reason, inputs.make(top_k=33), FusionConfig(token_ceiling=CEILING))
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -221,7 +204,7 @@ def test_two_chained_all_reduces():
         total = residual + reduce(reduced(rows, weights, index).view(-1, inputs.H))
         return norm(total, norm_weight), total
 
-    untouched(function, "two all_reduces are chained", inputs.make(), count=2)
+    assert_untouched(function, "two all_reduces are chained", inputs.make(), count=2)
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -232,7 +215,7 @@ def test_a_coalesced_all_reduce():
         total = residual + first
         return norm(total, norm_weight), second * 2
 
-    untouched(function, "the all_reduce is coalesced with others", inputs.make())
+    assert_untouched(function, "the all_reduce is coalesced with others", inputs.make())
 
 
 @pytest.mark.usefixtures("fake_group")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moe_fusion.passes.collectives import AllReduce, is_reduced, reduced_by
+from moe_fusion.passes.collectives import AllReduce, is_all_reduce, is_reduced, reduced_by
 from moe_fusion.passes.nodes import (
     NoMatch,
     add_operands,
@@ -96,7 +96,6 @@ _WHY_NOT: dict[Any, str] = {
     aten.slice.Tensor: "a slice comes between the all_reduce and the norm",
     aten.cat.default: "a cat comes between the all_reduce and the norm",
     aten.sum.dim_IntList: "the all_reduce comes before the finalize",
-    torch.ops._c10d_functional.all_reduce.default: "two all_reduces are chained",
 }
 
 
@@ -114,6 +113,8 @@ def _why_not(node: Node, user: Node | None) -> NoMatch:
     reason = _WHY_NOT.get(user.target)
     if is_reshape(user):
         reason = "a view splits the rows"
+    if is_all_reduce(user):
+        reason = "two all_reduces are chained"
     if reason is None:
         reason = f"{describe(user)} comes between the all_reduce and the norm"
     return NoMatch(reason, user)
@@ -182,9 +183,9 @@ def _merge(path: _Path, first: AllReduce) -> list[AllReduce]:
 
 
 def _between(reduced: AllReduce, node: Node) -> list[Node] | None:
-    """The nodes from the wait to ``node``, or None if another reader needs one of them."""
+    """The nodes from the sum to ``node``, or None if another reader needs one of them."""
     nodes = [node]
-    while nodes[-1] is not reduced.wait:
+    while nodes[-1] is not reduced.sum:
         nodes.append(arg(nodes[-1], 0))
     return nodes if all(sole_user(n) for n in nodes) else None
 
@@ -203,7 +204,7 @@ def _norm_comes_first(norm: Norm) -> bool:
 
 def match_after(first: AllReduce) -> After | NoMatch:
     """From the all_reduce down to the norm."""
-    path = _Path(first.wait)
+    path = _Path(first.sum)
     activation = dtype(first.input)
     while isinstance(norm := match_norm(path.node, activation), NoMatch):
         stop = _advance(path) if norm.node is path.node else norm

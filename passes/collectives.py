@@ -1,17 +1,21 @@
 """Where a tail is anchored: the graph's all_reduces.
 
 Matches ``all_reduce(x, op, group) -> wait_tensor``, which is what functional collectives, DTensor's
-Partial -> Replicate, in-place ``dist.all_reduce`` and transformers' own all leave at this stage.
+Partial -> Replicate, in-place ``dist.all_reduce`` and transformers' own all leave at this stage,
+and ``all_reduce_coalesced([x], op, group) -> getitem 0 -> wait_tensor`` of one tensor.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from moe_fusion.passes.nodes import NoMatch, arg, calls, sole_user, strip
+from moe_fusion.passes.nodes import NoMatch, arg, calls, describe, sole_user, strip
+from moe_fusion.topology import known_groups
 
 _c10d = torch.ops._c10d_functional
 _COALESCED = (_c10d.all_reduce_coalesced.default, _c10d.all_reduce_coalesced_.default)
@@ -24,51 +28,97 @@ class AllReduce:
 
     Attributes:
         node: the collective.
-        waits: its ``wait_tensor``, and a second one where the author waited too.
+        after: the nodes from it to the sum: a coalesced one's getitem, its ``wait_tensor``, and a
+            second one where the author waited too.
         input: this rank's partial.
         group: the group's name.
     """
 
     node: Node
-    waits: tuple[Node, ...]
+    after: tuple[Node, ...]
     input: Node
     group: str
 
     @property
-    def wait(self) -> Node:
+    def nodes(self) -> tuple[Node, ...]:
+        """From the collective to the sum."""
+        return (self.node, *self.after)
+
+    @property
+    def sum(self) -> Node:
         """What readers of the sum read."""
-        return self.waits[-1]
+        return self.nodes[-1]
+
+
+def is_all_reduce(node: object) -> bool:
+    """Whether ``node`` is an all_reduce, of whatever kind."""
+    return calls(node, *_ALL_REDUCES, *_COALESCED)
 
 
 def all_reduce_nodes(graph: Graph) -> list[Node]:
     """The graph's all_reduce calls, in order, of whatever kind."""
-    return [node for node in graph.nodes if calls(node, *_ALL_REDUCES, *_COALESCED)]
+    return [node for node in graph.nodes if is_all_reduce(node)]
 
 
 def match_all_reduce(node: Node) -> AllReduce | NoMatch:
     """The sum over a group that ``node`` starts, or why it is not one."""
+    partial, reduce_op, group_arg = (arg(node, index) for index in range(3))
+    after: list[Node] = []
     if calls(node, *_COALESCED):
-        return NoMatch("the all_reduce is coalesced with others", node)
-    partial, reduce_op, group = (arg(node, index) for index in range(3))
+        element = sole_user(node)
+        if len(partial) != 1 or not calls(element, operator.getitem):
+            return NoMatch("the all_reduce is coalesced with others", node)
+        partial = partial[0]
+        after.append(element)
     if reduce_op != "sum":
         return NoMatch(f"the reduction is {reduce_op!r}: expected 'sum'", node)
-    if not isinstance(group, str):
-        return NoMatch(f"the group is {type(group).__name__}: expected its name", node)
-    waits: list[Node] = []
-    while calls(wait := sole_user(waits[-1] if waits else node), _c10d.wait_tensor.default):
-        waits.append(wait)
-    if not waits:
+    group = _group_name(group_arg, node)
+    if isinstance(group, NoMatch):
+        return group
+    while calls(wait := sole_user(after[-1] if after else node), _c10d.wait_tensor.default):
+        after.append(wait)
+    if not calls((node, *after)[-1], _c10d.wait_tensor.default):
         return NoMatch("the all_reduce is not read by one wait_tensor alone", node)
-    return AllReduce(node, tuple(waits), partial, group)
+    return AllReduce(node, tuple(after), partial, group)
+
+
+def _group_name(value: object, collective: Node) -> str | NoMatch:
+    """The name of the group that ``value``, an argument of ``collective``, stands for.
+
+    Under ``torch.distributed.config.compile_on_one_rank`` it is the group itself, held by the graph
+    module, or a call that takes it from a mesh which each rank hands over anew.
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Node):
+        return NoMatch(f"the group is {type(value).__name__}: expected its name", collective)
+    if value.op != "get_attr":
+        what = f"the group is computed in the graph by {describe(value)}"
+        return NoMatch(f"{what}: expected its name or the group itself", collective)
+    group = _held_by_module(value)
+    for name, known in known_groups().items():
+        if known is group:
+            return name
+    what = f"the graph's attribute {value.target} is {type(group).__name__}"
+    return NoMatch(f"{what}: expected a process group of this process", collective)
+
+
+def _held_by_module(node: Node) -> Any:
+    """The object that a ``get_attr`` reads; None where there is none."""
+    held: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        held = getattr(held, name, None)
+    # Tracing wraps opaque objects in a stand-in that keeps the real one.
+    return getattr(held, "real_obj", held)
 
 
 def reduced_by(value: Node) -> AllReduce | None:
     """The all_reduce whose sum ``value`` is, through views and conversions, or None."""
-    source = strip(value)
-    while calls(source, _c10d.wait_tensor.default):
+    total = source = strip(value)
+    while calls(source, _c10d.wait_tensor.default, operator.getitem):
         source = arg(source, 0)
-    match = match_all_reduce(source) if calls(source, *_ALL_REDUCES) else None
-    return match if isinstance(match, AllReduce) else None
+    match = match_all_reduce(source) if is_all_reduce(source) else None
+    return match if isinstance(match, AllReduce) and match.sum is total else None
 
 
 def is_reduced(value: Node) -> bool:

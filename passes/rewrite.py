@@ -121,7 +121,7 @@ def _erase(graph: Graph, nodes: Iterable[Node]) -> None:
     pending = sorted(owned)
     while pending:
         node = pending.pop()
-        if node.users or node._erased or node.op != "call_function":
+        if node.users or node._erased or node.op not in ("call_function", "get_attr"):
             continue
         if node not in owned and node.is_impure():
             continue

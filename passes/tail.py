@@ -94,7 +94,7 @@ class Tail:
     @property
     def interior(self) -> tuple[Node, ...]:
         """Every node whose value nothing else may read."""
-        collectives = tuple(n for ar in self.all_reduces for n in (ar.node, *ar.waits))
+        collectives = tuple(n for ar in self.all_reduces for n in ar.nodes)
         sent = tuple(n for partial in self.partials for n in partial.interior)
         return (*sent, *collectives, *self.after.interior, *self.after.norm.interior)
 

@@ -12,6 +12,8 @@ import inputs
 import pytest
 import spellings
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from checks import RANKS, assert_fused, error
 from tracing import trace
 
@@ -271,8 +273,41 @@ def test_a_finalized_partial(dtype, reduce):
         total = spellings.ALL_REDUCES[reduce](shared @ shared.T @ shared) + residual
         return spellings.norm_a(total, norm_weight), total
 
-    ranks = 1 if reduce == "in place" else RANKS
+    ranks = RANKS if reduce in ("functional", "waited") else 1
     assert_fused(function, inputs.make(dtype), ranks=ranks, finalize="finalized", top_k=None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_coalesced_all_reduce_of_one_tensor(dtype):
+    function = tail(spellings.where_masked, reduce=spellings.coalesced_alone)
+    assert_fused(function, inputs.make(dtype, missing=True), ranks=1, top_k=inputs.K)
+
+
+def test_a_coalesced_all_reduce_of_one_is_merged_with_another():
+    def function(rows, weights, index, shared, residual, norm_weight):
+        routed = spellings.functional(spellings.where_masked(rows, weights, index))
+        total = residual + (routed + spellings.coalesced_alone(shared))
+        return spellings.norm_a(total, norm_weight), total
+
+    traced = assert_fused(function, inputs.make(), ranks=1, shared="its own all_reduce")
+    assert traced.report.all_reduces_before == 2
+
+
+@pytest.mark.parametrize("spelling", ["a group", "in place"])
+def test_the_group_itself_instead_of_its_name(spelling):
+    """``compile_on_one_rank`` leaves the group as an attribute of the graph module."""
+    group = dist.group.WORLD
+
+    def by_group(x):
+        return funcol.all_reduce(x, "sum", group)
+
+    reduce = by_group if spelling == "a group" else spellings.in_place
+    with dist.config.patch(compile_on_one_rank=True):
+        function = tail(spellings.where_masked, reduce=reduce)
+        traced = assert_fused(function, inputs.make(), ranks=1)
+    assert ", _opaque_obj0)" in traced.before[0]
+    assert "_opaque_obj0" not in traced.after[0]
+    assert traced.report.sites[0].group == "0"
 
 
 def test_no_residual():

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from checks import assert_untouched
 from conftest import make_fake_group
+from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from tracing import CEILING, trace
 
@@ -216,6 +217,53 @@ def test_a_coalesced_all_reduce():
         return norm(total, norm_weight), second * 2
 
     assert_untouched(function, "the all_reduce is coalesced with others", inputs.make())
+
+
+@case("the reduction is 'avg': expected 'sum'")
+def coalesced_average(rows, weights, index, shared, residual, norm_weight):
+    partial = finalize(rows, weights, index)
+    total = residual + funcol.all_reduce_coalesced([partial], "avg", "0")[0]
+    return norm(total, norm_weight), total
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_group_that_a_mesh_hands_over_in_each_call():
+    """``compile_on_one_rank``: another rank's mesh may hold a group of another name."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        total = residual + funcol.all_reduce(finalize(rows, weights, index), "sum", mesh)
+        return norm(total, norm_weight), total
+
+    reason = (
+        "the group is computed in the graph by _dtensor.mesh_get_process_group: "
+        "expected its name or the group itself"
+    )
+    with dist.config.patch(compile_on_one_rank=True):
+        untouched(function, reason, inputs.make())
+
+
+class Foreign:
+    """What a graph module may hold in the place of a group."""
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("held", [Foreign(), None], ids=["not a group", "nothing"])
+def test_an_attribute_that_holds_no_group(held):
+    gm = make_fx(plain_tail, tracing_mode="fake")(*inputs.make().args())
+    (node,) = [n for n in gm.graph.nodes if "all_reduce" in str(n.target)]
+    gm.held = held
+    with gm.graph.inserting_before(node):
+        node.update_arg(2, gm.graph.create_node("get_attr", "held"))
+    before = str(gm.graph)
+    fusion = MoEFusionPass()
+    fusion(gm.graph)
+    assert str(gm.graph) == before
+    reason = (
+        f"the graph's attribute held is {type(held).__name__}: "
+        "expected a process group of this process"
+    )
+    assert dict(fusion.report.refusals) == {reason: 1}
 
 
 @pytest.mark.usefixtures("fake_group")

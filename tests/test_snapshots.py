@@ -360,5 +360,29 @@ reshape_default: bf16[s0*s1, 64] = reshape(arg5_1, [-1, 64])
 finalize_allreduce_rms_norm_default: (bf16[s0*s1, 64], bf16[s0*s1, 64]) = moe_fusion.finalize_allreduce_rms_norm(arg1_1, arg2_1, arg0_1, None, None, reshape_default, arg6_1, 1e-06, 0, 1, 1, 0)
 getitem: bf16[s0*s1, 64] = getitem(finalize_allreduce_rms_norm_default, 0)
 getitem_1: bf16[s0*s1, 64] = getitem(finalize_allreduce_rms_norm_default, 1)
-reshape_default_1: bf16[s0, s1, 64] = reshape(getitem, [arg3_1, arg4_1, 64])
-reshape_default_2: bf16[s0, s1, 64] = reshape(getitem_1, [arg3_1, arg4_1, 64])""")
+
+
+def test_a_coalesced_all_reduce_of_one_tensor():
+    def function(rows, weights, index, shared, residual, norm_weight):
+        total = residual + spellings.coalesced_alone(shared.sin())
+        return spellings.norm_a(total, norm_weight), total
+
+    assert_expected_inline(snapshot(function), """\
+all_reduce_coalesced: (bf16[6, 64]) = c10d.all_reduce_coalesced([sin], sum, 0)
+getitem: bf16[6, 64] = getitem(all_reduce_coalesced, 0)
+wait_tensor: bf16[6, 64] = c10d.wait_tensor(getitem)
+add: bf16[6, 64] = add.Tensor(arg1_1, wait_tensor)
+convert_element_type: f32[6, 64] = cvt(add, torch.float32)
+pow_1: f32[6, 64] = pow.Tensor_Scalar(convert_element_type, 2)
+mean: f32[6, 1] = mean.dim(pow_1, [-1], True)
+add_1: f32[6, 1] = add.Tensor(mean, 1e-06)
+rsqrt: f32[6, 1] = rsqrt(add_1)
+mul: f32[6, 64] = mul.Tensor(convert_element_type, rsqrt)
+convert_element_type_1: bf16[6, 64] = cvt(mul, torch.bfloat16)
+mul_1: bf16[6, 64] = mul.Tensor(arg2_1, convert_element_type_1)
+--
+finalize_allreduce_rms_norm_default: (bf16[6, 64], bf16[6, 64]) = moe_fusion.finalize_allreduce_rms_norm(sin, None, None, None, None, arg1_1, arg2_1, 1e-06, 0, 1, 1, 0)
+getitem_1: bf16[6, 64] = getitem(finalize_allreduce_rms_norm_default, 0)
+getitem_2: bf16[6, 64] = getitem(finalize_allreduce_rms_norm_default, 1)
+--
+all_reduce_coalesced: finalized [6, 64] bfloat16; shared: none; norm: weight after cast; residual: bfloat16; group 0 of 2""")

@@ -1,0 +1,26 @@
+"""What the ranks of ``test_dialects.py`` run: a tail compiled by Inductor, on real groups."""
+
+from __future__ import annotations
+
+import inputs
+import spellings
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+
+import moe_fusion
+
+
+def compiled_with_the_group_itself(rank):
+    """(fused tails, fused and unfused outputs), under ``compile_on_one_rank``."""
+    group = dist.group.WORLD
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        partial = spellings.where_masked(rows, weights, index)
+        total = residual + funcol.all_reduce(partial, "sum", group)
+        return spellings.norm_f(total, norm_weight), total
+
+    data = inputs.make(torch.float32, missing=True, rank=rank.index)
+    with dist.config.patch(compile_on_one_rank=True), moe_fusion.fusing() as report:
+        got = torch.compile(function, fullgraph=True)(*data.args())
+    return report.fused, got, function(*data.args())

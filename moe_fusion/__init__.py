@@ -26,6 +26,7 @@ from moe_fusion.errors import (
 )
 
 if TYPE_CHECKING:
+    from moe_fusion.passes.custom_ops import register_all_reduce, unregister_op
     from moe_fusion.passes.fusion_pass import MoEFusionPass
     from moe_fusion.passes.install import fusing, install, uninstall
     from moe_fusion.passes.report import FusionReport
@@ -38,7 +39,9 @@ _LAZY = {
     "fusing": "moe_fusion.passes.install",
     "install": "moe_fusion.passes.install",
     "prepare": "moe_fusion.workspace",
+    "register_all_reduce": "moe_fusion.passes.custom_ops",
     "uninstall": "moe_fusion.passes.install",
+    "unregister_op": "moe_fusion.passes.custom_ops",
 }
 
 __all__ = [
@@ -58,7 +61,9 @@ __all__ = [
     "fusing",
     "install",
     "prepare",
+    "register_all_reduce",
     "uninstall",
+    "unregister_op",
 ]
 
 

@@ -2,7 +2,8 @@
 
 Matches ``all_reduce(x, op, group) -> wait_tensor``, which is what functional collectives, DTensor's
 Partial -> Replicate, in-place ``dist.all_reduce`` and transformers' own all leave at this stage,
-and ``all_reduce_coalesced([x], op, group) -> getitem 0 -> wait_tensor`` of one tensor.
+and ``all_reduce_coalesced([x], op, group) -> getitem 0 -> wait_tensor`` of one tensor. An op that
+was registered as an all_reduce is one node, whose readers read the sum.
 """
 
 from __future__ import annotations
@@ -14,7 +15,20 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from moe_fusion.passes.nodes import NoMatch, arg, calls, describe, sole_user, strip
+from moe_fusion.passes.custom_ops import AllReduceOp, all_reduce_op
+from moe_fusion.passes.nodes import (
+    NoMatch,
+    arg,
+    calls,
+    describe,
+    dtype,
+    has_value,
+    same_shape,
+    shape,
+    sole_user,
+    strip,
+)
+from moe_fusion.passes.op_calls import read_call
 from moe_fusion.topology import known_groups
 
 _c10d = torch.ops._c10d_functional
@@ -29,7 +43,7 @@ class AllReduce:
     Attributes:
         node: the collective.
         after: the nodes from it to the sum: a coalesced one's getitem, its ``wait_tensor``, and a
-            second one where the author waited too.
+            second one where the author waited too; none for a registered op.
         input: this rank's partial.
         group: the group's name.
     """
@@ -52,7 +66,7 @@ class AllReduce:
 
 def is_all_reduce(node: object) -> bool:
     """Whether ``node`` is an all_reduce, of whatever kind."""
-    return calls(node, *_ALL_REDUCES, *_COALESCED)
+    return calls(node, *_ALL_REDUCES, *_COALESCED) or all_reduce_op(node) is not None
 
 
 def all_reduce_nodes(graph: Graph) -> list[Node]:
@@ -62,6 +76,11 @@ def all_reduce_nodes(graph: Graph) -> list[Node]:
 
 def match_all_reduce(node: Node) -> AllReduce | NoMatch:
     """The sum over a group that ``node`` starts, or why it is not one."""
+    known = all_reduce_op(node)
+    return _match_collective(node) if known is None else _match_registered(node, known)
+
+
+def _match_collective(node: Node) -> AllReduce | NoMatch:
     partial, reduce_op, group_arg = (arg(node, index) for index in range(3))
     after: list[Node] = []
     if calls(node, *_COALESCED):
@@ -80,6 +99,24 @@ def match_all_reduce(node: Node) -> AllReduce | NoMatch:
     if not calls((node, *after)[-1], _c10d.wait_tensor.default):
         return NoMatch("the all_reduce is not read by one wait_tensor alone", node)
     return AllReduce(node, tuple(after), partial, group)
+
+
+def _match_registered(node: Node, known: AllReduceOp) -> AllReduce | NoMatch:
+    call = read_call(node)
+    if isinstance(call, NoMatch):
+        return call
+    partial = call.arguments[known.input]
+    if known.reduce_op is not None and call.arguments[known.reduce_op] != "sum":
+        found = call.arguments[known.reduce_op]
+        return NoMatch(f"the reduction is {found!r}: expected 'sum'", node)
+    if not (has_value(partial) and has_value(node)):
+        return NoMatch("the registered all_reduce is not of one tensor", node)
+    if not same_shape(shape(partial), shape(node)) or dtype(partial) != dtype(node):
+        return NoMatch("the registered all_reduce changes the shape or dtype", node)
+    group = _group_name(call.arguments[known.group], node)
+    if isinstance(group, NoMatch):
+        return group
+    return AllReduce(node, (), partial, dict(known.group_names).get(group, group))
 
 
 def _group_name(value: object, collective: Node) -> str | NoMatch:
@@ -123,4 +160,5 @@ def reduced_by(value: Node) -> AllReduce | None:
 
 def is_reduced(value: Node) -> bool:
     """Whether ``value`` is a collective's output, through views and conversions."""
-    return calls(strip(value), _c10d.wait_tensor.default)
+    source = strip(value)
+    return calls(source, _c10d.wait_tensor.default) or all_reduce_op(source) is not None

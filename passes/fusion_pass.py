@@ -17,6 +17,7 @@ from moe_fusion.admission import Refusal
 from moe_fusion.config import FusionConfig
 from moe_fusion.errors import UnfusedTailError
 from moe_fusion.passes.collectives import AllReduce, all_reduce_nodes, match_all_reduce
+from moe_fusion.passes.custom_ops import registrations
 from moe_fusion.passes.guards import has_backward, refuse
 from moe_fusion.passes.nodes import NoMatch, dtype
 from moe_fusion.passes.partial import match_partial
@@ -113,12 +114,13 @@ class MoEFusionPass(CustomGraphPass):
     def uuid(self) -> bytes:
         """Identifies the pass in compile-cache keys: another answer here means another graph.
 
-        Covers the package's sources, the versions of torch and triton, the whole configuration, and
-        the names and sizes of this process's groups.
+        Covers the package's sources, the versions of torch and triton, the whole configuration, the
+        names and sizes of this process's groups, and the registered ops.
         """
         facts = (
             self.config,
             sorted((name, group.size()) for name, group in known_groups().items()),
+            registrations(),
         )
         return hashlib.sha256(_sources_hash() + repr(facts).encode()).digest()
 

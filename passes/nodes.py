@@ -13,6 +13,7 @@ from typing import Any, TypeGuard, cast
 
 import torch
 from torch import SymInt, Tensor
+from torch._ops import HigherOrderOperator
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -262,4 +263,7 @@ def describe(node: Node) -> str:
     """The node's target, as a reader of a report knows it."""
     if node.op != "call_function":
         return node.op
-    return str(node.target).removesuffix(".default")
+    # A wrapper around an op that mutates says nothing; its first argument is that op.
+    wrapped = isinstance(node.target, HigherOrderOperator) and node.args
+    target = arg(node, 0) if wrapped else node.target
+    return str(target).removesuffix(".default")

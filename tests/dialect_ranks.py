@@ -7,6 +7,7 @@ import spellings
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from custom_dialect import OPS
 
 import moe_fusion
 
@@ -22,5 +23,20 @@ def compiled_with_the_group_itself(rank):
 
     data = inputs.make(torch.float32, missing=True, rank=rank.index)
     with dist.config.patch(compile_on_one_rank=True), moe_fusion.fusing() as report:
+        got = torch.compile(function, fullgraph=True)(*data.args())
+    return report.fused, got, function(*data.args())
+
+
+def compiled_with_registered_ops(rank):
+    """(fused tails, fused and unfused outputs), of an opaque all_reduce."""
+    moe_fusion.register_all_reduce(OPS.all_reduce, group_arg="group_name")
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        partial = spellings.where_masked(rows, weights, index)
+        total = residual + OPS.all_reduce(partial, "0")
+        return spellings.norm_f(total, norm_weight), total
+
+    data = inputs.make(torch.float32, missing=True, rank=rank.index)
+    with moe_fusion.fusing() as report:
         got = torch.compile(function, fullgraph=True)(*data.args())
     return report.fused, got, function(*data.args())

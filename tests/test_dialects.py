@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from dialect_ranks import compiled_with_the_group_itself
+from dialect_ranks import compiled_with_registered_ops, compiled_with_the_group_itself
 from distributed import run_ranks
 
 
@@ -18,3 +18,7 @@ def assert_fused_alike(results):
 
 def test_the_group_itself_in_the_place_of_its_name():
     assert_fused_alike(run_ranks(2, compiled_with_the_group_itself))
+
+
+def test_registered_ops():
+    assert_fused_alike(run_ranks(2, compiled_with_registered_ops))

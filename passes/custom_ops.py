@@ -1,0 +1,192 @@
+"""The ops of other libraries that the pass is told about: all_reduces and RMSNorms.
+
+The pass knows what a registered op computes from its registration alone: it never calls it. What is
+registered here is found in a graph by :mod:`moe_fusion.passes.collectives` and
+:mod:`moe_fusion.passes.norms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.fx import Node
+
+from moe_fusion.passes.op_calls import called_op
+
+Op = OpOverload | OpOverloadPacket
+
+
+@dataclass(frozen=True)
+class AllReduceOp:
+    """What an op that sums over a group calls its arguments.
+
+    Attributes:
+        input: this rank's partial.
+        group: the group.
+        reduce_op: the reduction, which must then be ``"sum"``; None where the op has but one.
+        group_names: what the op's names of groups are in torch.distributed, where they differ.
+    """
+
+    input: str
+    group: str
+    reduce_op: str | None
+    group_names: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class NormOp:
+    """What an RMSNorm op calls its arguments, and where its results are.
+
+    A result is a position among what the op returns, or the name of an argument that it overwrites.
+
+    Attributes:
+        input: what is normalised, or added to the residual first.
+        residual: the residual, or None for an op that adds none.
+        weight: the weight, or None for an op without.
+        eps: epsilon.
+        weight_bias: added to the weight.
+        norm_result: the normalised rows.
+        sum_result: the residual sum, or None for an op that adds no residual.
+    """
+
+    input: str
+    residual: str | None
+    weight: str | None
+    eps: str
+    weight_bias: float
+    norm_result: int | str
+    sum_result: int | str | None
+
+
+_Known = TypeVar("_Known", AllReduceOp, NormOp)
+_registered: dict[OpOverload, AllReduceOp | NormOp] = {}
+
+
+def register_all_reduce(
+    op: Op,
+    *,
+    input_arg: int | str = 0,
+    group_arg: int | str,
+    reduce_op_arg: int | str | None = None,
+    group_names: Mapping[str, str] | None = None,
+) -> None:
+    """Tell the pass that ``op`` returns the sum of a tensor over a group, complete.
+
+    Register before compiling. The same registration again changes nothing.
+
+    Args:
+        op: the op, with its overload or meaning the default one. It mutates nothing and returns one
+            tensor, in the shape and dtype of its input.
+        input_arg: the summed argument, by name or position.
+        group_arg: the argument that holds the group's name, or the group.
+        reduce_op_arg: the argument that holds the reduction, for an op that has several; a call is
+            a sum where it is ``"sum"``.
+        group_names: torch.distributed's name of each group that the op calls by another.
+
+    Raises:
+        TypeError: ``op`` is not an op, or an argument neither a name nor a position.
+        ValueError: the op has no such argument, does not fit the description, or is registered as
+            something else.
+    """
+    overload = _overload(op)
+    _expect_results(overload, 1, mutated=())
+    reduce_op = _optional_argument(overload, "reduce_op_arg", reduce_op_arg)
+    known = AllReduceOp(
+        _tensor_argument(overload, "input_arg", input_arg),
+        _argument(overload, "group_arg", group_arg),
+        reduce_op,
+        tuple(sorted((group_names or {}).items())),
+    )
+    _register(overload, known)
+
+
+def unregister_op(op: Op) -> None:
+    """Forget what ``op`` was registered as; nothing happens where it was not.
+
+    Raises:
+        TypeError: ``op`` is not an op.
+    """
+    _registered.pop(_overload(op), None)
+
+
+def all_reduce_op(node: object) -> AllReduceOp | None:
+    """What the op that ``node`` calls is registered as, if that is an all_reduce."""
+    return _known(node, AllReduceOp)
+
+
+def norm_op(node: object) -> NormOp | None:
+    """What the op that ``node`` calls is registered as, if that is an RMSNorm."""
+    return _known(node, NormOp)
+
+
+def _known(node: object, kind: type[_Known]) -> _Known | None:
+    overload = called_op(node) if isinstance(node, Node) and _registered else None
+    known = None if overload is None else _registered.get(overload)
+    return known if isinstance(known, kind) else None
+
+
+def registrations() -> list[str]:
+    """Every registration as text, sorted: graphs compiled under other ones may differ."""
+    return sorted(f"{op._schema}: {known}" for op, known in _registered.items())
+
+
+def _register(op: OpOverload, known: AllReduceOp | NormOp) -> None:
+    before = _registered.setdefault(op, known)
+    if before != known:
+        raise ValueError(f"{op}: expected one registration, {before}, got another, {known}")
+
+
+def _overload(op: Any) -> OpOverload:
+    if isinstance(op, OpOverload):
+        return op
+    if not isinstance(op, OpOverloadPacket):
+        raise TypeError(f"op: expected an OpOverload or OpOverloadPacket, got {type(op).__name__}")
+    if "default" not in op.overloads():
+        raise ValueError(
+            f"op: expected {op} to have a default overload or one of its own, {op.overloads()}, "
+            "to be given, got neither"
+        )
+    default = op.default
+    assert isinstance(default, OpOverload)
+    return default
+
+
+def _argument(op: OpOverload, parameter: str, argument: Any) -> str:
+    """The name of ``argument``, given by name or position."""
+    names = [each.name for each in op._schema.arguments]
+    if isinstance(argument, int) and not isinstance(argument, bool):
+        if 0 <= argument < len(names):
+            return names[argument]
+        raise ValueError(f"{parameter}: expected a position below {len(names)}, got {argument}")
+    if not isinstance(argument, str):
+        kind = type(argument).__name__
+        raise TypeError(f"{parameter}: expected an argument's name or position, got {kind}")
+    if argument not in names:
+        raise ValueError(f"{parameter}: expected one of {op}'s {names}, got {argument!r}")
+    return argument
+
+
+def _optional_argument(op: OpOverload, parameter: str, argument: Any) -> str | None:
+    return None if argument is None else _argument(op, parameter, argument)
+
+
+def _tensor_argument(op: OpOverload, parameter: str, argument: Any) -> str:
+    name = _argument(op, parameter, argument)
+    (kind,) = (str(each.type) for each in op._schema.arguments if each.name == name)
+    if kind not in ("Tensor", "Optional[Tensor]"):
+        raise ValueError(f"{parameter}: expected a Tensor argument, got {name!r} of type {kind}")
+    return name
+
+
+def _expect_results(op: OpOverload, returned: int, mutated: tuple[str, ...]) -> None:
+    """Check how many tensors ``op`` returns and which of its arguments it overwrites."""
+    schema = op._schema
+    kinds = [str(each.type) for each in schema.returns]
+    if kinds != ["Tensor"] * returned:
+        raise ValueError(f"op: expected {op} to return {returned} tensors, got {kinds}")
+    written = [each.name for each in schema.arguments if each.is_write]
+    if sorted(written) != sorted(mutated):
+        raise ValueError(f"op: expected {op} to mutate {sorted(mutated)}, got {written}")

@@ -1,0 +1,217 @@
+"""Ops of other libraries: recognised once registered, with the right numbers; else named."""
+
+from __future__ import annotations
+
+import inputs
+import pytest
+import spellings
+import torch
+from custom_dialect import OPS
+from tracing import CEILING, trace
+
+import moe_fusion
+from moe_fusion import FusionConfig, MoEFusionPass
+from moe_fusion.passes import custom_ops
+
+pytestmark = pytest.mark.usefixtures("fake_group", "nothing_registered")
+
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
+)
+
+
+@pytest.fixture
+def nothing_registered():
+    yield
+    custom_ops._registered.clear()
+
+
+def error(got, want):
+    return float((got.double() - want).norm() / want.norm())
+
+
+def assert_fused(function, data, **expected):
+    """One tail is fused, and no less exact than the function in eager mode."""
+    copies = [data.to(dtype).args() for dtype in (data.residual.dtype, torch.float64)]
+    eager, oracle = (function(*[each.clone() for each in args]) for args in copies)
+    traced = trace(function, *[each.clone() for each in data.args()])
+    assert traced.report.fused == 1, str(traced.report)
+    assert traced.report.all_reduces_after == 0
+    for got, plain, want in zip(traced.output, eager, oracle, strict=True):
+        assert got.dtype == plain.dtype
+        assert got.shape == plain.shape
+        assert error(got, want) <= 1.02 * error(plain, want) + 3e-7
+    for name, value in expected.items():
+        assert getattr(traced.report.sites[0], name) == value
+    return traced
+
+
+def assert_left(function, data, *reasons):
+    """Nothing is fused, for these reasons, and the graph stays as it was."""
+    eager = function(*[each.clone() for each in data.args()])
+    traced = trace(function, *[each.clone() for each in data.args()])
+    assert traced.report.fused == 0
+    assert traced.reasons == sorted(reasons)
+    assert traced.before == traced.after
+    for got, want in zip(traced.output, eager, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def tail(reduce, norm=spellings.norm_a):
+    def function(rows, weights, index, shared, residual, norm_weight):
+        total = residual + reduce(spellings.where_masked(rows, weights, index))
+        return norm(total, norm_weight), total
+
+    return function
+
+
+def by_name(x):
+    return OPS.all_reduce(x, "0")
+
+
+@DTYPES
+def test_a_registered_all_reduce(dtype):
+    moe_fusion.register_all_reduce(OPS.all_reduce, group_arg="group_name")
+    traced = assert_fused(tail(by_name), inputs.make(dtype, missing=True), group="0", top_k=2)
+    assert "dialect.all_reduce" in traced.before[0]
+    assert "dialect.all_reduce" not in traced.after[0]
+
+
+def test_an_all_reduce_by_other_positions_and_overload():
+    moe_fusion.register_all_reduce(
+        OPS.reduce.default, input_arg="tensor", group_arg=1, reduce_op_arg="reduce_op"
+    )
+    assert_fused(tail(lambda x: OPS.reduce("sum", "0", tensor=x)), inputs.make(missing=True))
+    reason = "the reduction is 'avg': expected 'sum'"
+    assert_left(tail(lambda x: OPS.reduce("avg", "0", tensor=x)), inputs.make(), reason)
+
+
+def test_a_group_that_the_op_calls_by_another_name():
+    function = tail(lambda x: OPS.tp_all_reduce(x, "tp:0"))
+    moe_fusion.register_all_reduce(OPS.tp_all_reduce, group_arg="group_name")
+    reason = "group_name: expected a process group of this process, one of ['0'], got 'tp:0'"
+    assert_left(function, inputs.make(), reason)
+    moe_fusion.unregister_op(OPS.tp_all_reduce)
+    moe_fusion.register_all_reduce(
+        OPS.tp_all_reduce, group_arg="group_name", group_names={"tp:0": "0"}
+    )
+    assert_fused(function, inputs.make(), group="0")
+
+
+def test_a_registered_all_reduce_of_the_shared_expert_is_merged():
+    moe_fusion.register_all_reduce(OPS.all_reduce, group_arg="group_name")
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        routed = by_name(spellings.where_masked(rows, weights, index))
+        total = residual + (by_name(shared) + routed)
+        return spellings.norm_a(total, norm_weight), total
+
+    assert_fused(function, inputs.make(), shared="its own all_reduce")
+
+
+def test_a_replicated_addend_after_a_registered_all_reduce():
+    moe_fusion.register_all_reduce(OPS.all_reduce, group_arg="group_name")
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        y = by_name(spellings.where_masked(rows, weights, index)) + shared
+        total = residual.view(2, 3, -1) + y.view(2, 3, -1)
+        return spellings.norm_f(total, norm_weight), total
+
+    assert_fused(function, inputs.make(), shared="after the all_reduce")
+
+
+def test_registered_all_reduces_that_are_chained():
+    moe_fusion.register_all_reduce(OPS.all_reduce, group_arg="group_name")
+    reason = "two all_reduces are chained"
+    assert_left(tail(lambda x: by_name(by_name(x))), inputs.make(), reason)
+    assert_left(tail(lambda x: by_name(spellings.functional(x))), inputs.make(), reason)
+
+
+def test_a_registered_all_reduce_read_elsewhere():
+    moe_fusion.register_all_reduce(OPS.all_reduce, group_arg="group_name")
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        y = by_name(spellings.where_masked(rows, weights, index))
+        return spellings.norm_a(residual + y, norm_weight), y * 2
+
+    reason = "what the all_reduce feeds is read several times (aten.add.Tensor, aten.mul.Tensor)"
+    assert_left(function, inputs.make(), reason)
+
+
+def test_an_op_that_is_not_registered_is_no_anchor():
+    traced = trace(tail(by_name), *inputs.make().args())
+    assert traced.report.all_reduces_before == 0
+    assert not traced.report.refusals
+
+
+def test_registering():
+    moe_fusion.register_all_reduce(OPS.all_reduce, group_arg="group_name")
+    moe_fusion.register_all_reduce(OPS.all_reduce.default, input_arg="tensor", group_arg=1)
+    with pytest.raises(ValueError, match=r"expected one registration, .* got another"):
+        moe_fusion.register_all_reduce(
+            OPS.all_reduce, group_arg="group_name", group_names={"tp:0": "0"}
+        )
+    moe_fusion.unregister_op(OPS.all_reduce)
+    moe_fusion.unregister_op(OPS.all_reduce)
+    moe_fusion.register_all_reduce(
+        OPS.all_reduce, group_arg="group_name", group_names={"tp:0": "0"}
+    )
+
+
+def test_the_uuid_covers_registrations():
+    def uuid():
+        return MoEFusionPass(FusionConfig(token_ceiling=CEILING)).uuid()
+
+    before = uuid()
+    moe_fusion.register_all_reduce(OPS.all_reduce, group_arg="group_name")
+    one = uuid()
+    moe_fusion.register_all_reduce(OPS.tp_all_reduce, group_arg="group_name")
+    two = uuid()
+    moe_fusion.unregister_op(OPS.all_reduce)
+    moe_fusion.unregister_op(OPS.tp_all_reduce)
+    moe_fusion.register_all_reduce(OPS.tp_all_reduce, group_arg="group_name")
+    moe_fusion.register_all_reduce(OPS.all_reduce, group_arg="group_name")
+    assert uuid() == two  # in whatever order
+    custom_ops._registered.clear()
+    assert uuid() == before
+    assert len({before, one, two}) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ((print, {"group_arg": 1}), TypeError, "op: expected an OpOverload or OpOverloadPacket"),
+        (
+            (torch.ops.aten.transpose, {"group_arg": 1}),
+            ValueError,
+            "aten.transpose to have a default",
+        ),
+        (
+            (OPS.all_reduce, {"group_arg": "group"}),
+            ValueError,
+            "group_arg: expected one of .*got 'g",
+        ),
+        ((OPS.all_reduce, {"group_arg": 2}), ValueError, "expected a position below 2, got 2"),
+        ((OPS.all_reduce, {"group_arg": 1.0}), TypeError, "name or position, got float"),
+        (
+            (OPS.all_reduce, {"group_arg": 0, "input_arg": 1}),
+            ValueError,
+            "input_arg: expected a Tensor argument, got 'group_name' of type str",
+        ),
+        (
+            (torch.ops.aten.native_layer_norm, {"group_arg": 1}),
+            ValueError,
+            r"to return 1 tensors, got \['Tensor', 'Tensor', 'Tensor'\]",
+        ),
+        (
+            (torch.ops.aten.copy_, {"group_arg": 1}),
+            ValueError,
+            r"expected aten.copy_.default to mutate \[\], got \['self'\]",
+        ),
+    ],
+)
+def test_what_cannot_be_registered_as_an_all_reduce(arguments, kind, message):
+    op, options = arguments
+    with pytest.raises(kind, match=message):
+        moe_fusion.register_all_reduce(op, **options)
+    assert custom_ops.registrations() == []

@@ -26,7 +26,12 @@ from moe_fusion.errors import (
 )
 
 if TYPE_CHECKING:
-    from moe_fusion.passes.custom_ops import register_all_reduce, unregister_op
+    from moe_fusion.passes.custom_ops import (
+        register_add_rms_norm,
+        register_all_reduce,
+        register_rms_norm,
+        unregister_op,
+    )
     from moe_fusion.passes.fusion_pass import MoEFusionPass
     from moe_fusion.passes.install import fusing, install, uninstall
     from moe_fusion.passes.report import FusionReport
@@ -39,7 +44,9 @@ _LAZY = {
     "fusing": "moe_fusion.passes.install",
     "install": "moe_fusion.passes.install",
     "prepare": "moe_fusion.workspace",
+    "register_add_rms_norm": "moe_fusion.passes.custom_ops",
     "register_all_reduce": "moe_fusion.passes.custom_ops",
+    "register_rms_norm": "moe_fusion.passes.custom_ops",
     "uninstall": "moe_fusion.passes.install",
     "unregister_op": "moe_fusion.passes.custom_ops",
 }
@@ -61,7 +68,9 @@ __all__ = [
     "fusing",
     "install",
     "prepare",
+    "register_add_rms_norm",
     "register_all_reduce",
+    "register_rms_norm",
     "uninstall",
     "unregister_op",
 ]

@@ -1,10 +1,10 @@
 """How the reduced sum is added: from the all_reduce down to the norm.
 
 Matches ``view | convert | add | scale`` in any order and number between the all_reduce and the
-residual sum, the node that an RMSNorm reads. What is added last is the residual; what is added
-before it is added by every rank after the reduction, so it is the op's ``replicated_output``
-wherever its value came from. An addend that is itself an all_reduce over the same group is a second
-partial of one reduction.
+residual sum: the node that an RMSNorm reads, or the sum that a registered op adds and normalises.
+What is added last is the residual; what is added before it is added by every rank after the
+reduction, so it is the op's ``replicated_output`` wherever its value came from. An addend that is
+itself an all_reduce over the same group is a second partial of one reduction.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from moe_fusion.passes.nodes import (
     strip_casts,
     terms,
 )
-from moe_fusion.passes.norms import Norm, match_norm, reads_layer_norm
+from moe_fusion.passes.norm_parts import Norm, ResidualSum
+from moe_fusion.passes.norms import match_norm, reads_layer_norm
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,16 @@ class After:
     """What happens to the sum of one or two all_reduces up to the norm.
 
     Attributes:
-        residual_sum: the node whose rows are normalised.
+        residual_sum: what is normalised, and where it is computed.
         norm: the RMSNorm.
         residual: what was added last, in the dtype of ``residual_sum``, or None.
         replicated: what else was added after the reduction.
         output_scale: multiplies the reduced sum.
         merged: other all_reduces whose sums were added unscaled to this one's.
-        interior: the nodes between the all_reduces and ``residual_sum``, without either end.
+        interior: the nodes between the all_reduces and the residual sum, without either end.
     """
 
-    residual_sum: Node
+    residual_sum: ResidualSum
     norm: Norm
     residual: Node | None
     replicated: tuple[Addend, ...]
@@ -71,7 +72,13 @@ class After:
     @property
     def residual_dtype(self) -> torch.dtype:
         """The dtype of the residual sum."""
-        return dtype(self.residual_sum)
+        return self.residual_sum.value.dtype
+
+    @property
+    def ends(self) -> tuple[Node, ...]:
+        """The nodes whose readers will read the op: the residual sum, if read, and the norm's."""
+        total = self.residual_sum.node
+        return (self.norm.output,) if total is None else (total, self.norm.output)
 
 
 @dataclass
@@ -210,13 +217,14 @@ def match_after(first: AllReduce) -> After | NoMatch:
         stop = _advance(path) if norm.node is path.node else norm
         if stop is not None:
             return stop
+    total = _residual_sum(path, norm)
     _split_sums(path)
     merged = _merge(path, first)
-    residual = _take_residual(path)
+    residual = _take_residual(path, total.value.dtype)
     if isinstance(residual, NoMatch):
         return residual
     after = After(
-        path.node,
+        total,
         norm,
         residual,
         tuple(path.addends),
@@ -227,13 +235,22 @@ def match_after(first: AllReduce) -> After | NoMatch:
     return _inexpressible(after, first) or after
 
 
-def _take_residual(path: _Path) -> Node | NoMatch | None:
+def _residual_sum(path: _Path, norm: Norm) -> ResidualSum:
+    """What ``norm`` normalises: the node that the path ends at, or what an op adds to it."""
+    if norm.added is None:
+        return ResidualSum(path.node, path.node, path.node.meta["val"])
+    path.interior.append(path.node)
+    path.addends.append(Addend(norm.added.addend))
+    return norm.added.total
+
+
+def _take_residual(path: _Path, wanted: torch.dtype) -> Node | NoMatch | None:
     """Take out what was added last and unscaled, in the dtype in which the sum is kept."""
     unscaled = [addend for addend in path.addends if addend.scale == 1.0]
     if not unscaled:
         return None
     path.addends.remove(unscaled[-1])
-    node, wanted = unscaled[-1].node, dtype(path.node)
+    node = unscaled[-1].node
     for candidate in (node, strip_casts(node)):
         if dtype(candidate) == wanted:
             return candidate
@@ -242,7 +259,7 @@ def _take_residual(path: _Path) -> Node | NoMatch | None:
 
 def _inexpressible(after: After, first: AllReduce) -> NoMatch | None:
     """Why the op cannot stand for ``after``, or None."""
-    total, activation = after.residual_sum, dtype(first.input)
+    total, activation = after.residual_sum.place, dtype(first.input)
     for addend in after.replicated:
         found = dtype(strip_casts(addend.node))
         if found != activation:
@@ -255,6 +272,6 @@ def _inexpressible(after: After, first: AllReduce) -> NoMatch | None:
         return None
     if not after.merged and not after.replicated and _norm_comes_first(after.norm):
         return NoMatch("the norm comes before the residual add", after.norm.output)
-    if dtype(total) != activation:
-        return NoMatch(f"the sum is {dtype(total)}: expected {activation}", total)
+    if after.residual_dtype != activation:
+        return NoMatch(f"the sum is {after.residual_dtype}: expected {activation}", total)
     return None

@@ -7,7 +7,7 @@ registered here is found in a graph by :mod:`moe_fusion.passes.collectives` and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -103,6 +103,100 @@ def register_all_reduce(
     _register(overload, known)
 
 
+def register_rms_norm(
+    op: Op,
+    *,
+    input: int | str,  # noqa: A002 - what such ops call it themselves
+    weight: int | str | None,
+    eps: int | str,
+    weight_bias: float = 0.0,
+    mutates: Mapping[str, str] | None = None,
+) -> None:
+    """Tell the pass that ``op`` is an RMSNorm over the last dimension.
+
+    It computes ``input * rsqrt(mean(input ** 2) + eps) * (weight_bias + weight)``, whatever its
+    other arguments are. Register before compiling. The same registration again changes nothing.
+
+    Args:
+        op: the op, with its overload or meaning the default one.
+        input: the argument that is normalised, by name or position.
+        weight: the weight, one row; None for an op without. A call may pass None too.
+        eps: epsilon.
+        weight_bias: added to the weight: 1.0 for Gemma's norm.
+        mutates: for an op that overwrites an argument and returns nothing, that argument's name:
+            ``{"result": "norm"}``. Otherwise it returns the normalised tensor.
+
+    Raises:
+        TypeError: ``op`` is not an op, or an argument neither a name nor a position.
+        ValueError: the op has no such argument, does not fit the description, or is registered as
+            something else.
+    """
+    overload = _overload(op)
+    places = _places(overload, ("norm",), ("norm",), mutates)
+    _register(
+        overload,
+        NormOp(
+            _tensor_argument(overload, "input", input),
+            None,
+            None if weight is None else _tensor_argument(overload, "weight", weight),
+            _argument(overload, "eps", eps),
+            _number("weight_bias", weight_bias),
+            places["norm"],
+            None,
+        ),
+    )
+
+
+def register_add_rms_norm(
+    op: Op,
+    *,
+    input: int | str,  # noqa: A002 - what such ops call it themselves
+    residual: int | str,
+    weight: int | str | None,
+    eps: int | str,
+    weight_bias: float = 0.0,
+    returns: Sequence[str] = ("norm", "residual"),
+    mutates: Mapping[str, str] | None = None,
+) -> None:
+    """Tell the pass that ``op`` adds a residual and is an RMSNorm of the sum.
+
+    It computes ``total = input + residual``, rounded to its result's dtype, and normalises that as
+    :func:`register_rms_norm` says. Register before compiling. The same registration again changes
+    nothing.
+
+    Args:
+        op: the op, with its overload or meaning the default one.
+        input: one addend, by name or position.
+        residual: the other, of the same shape.
+        weight: the weight, one row; None for an op without. A call may pass None too.
+        eps: epsilon.
+        weight_bias: added to the weight: 1.0 for Gemma's norm.
+        returns: what an op that mutates nothing returns, in order: ``"norm"`` is the normalised
+            rows, ``"residual"`` the sum.
+        mutates: for an op that overwrites its arguments and returns nothing, what each holds
+            afterwards: ``{"input": "norm", "residual": "residual"}``.
+
+    Raises:
+        TypeError: ``op`` is not an op, or an argument neither a name nor a position.
+        ValueError: the op has no such argument, does not fit the description, or is registered as
+            something else.
+    """
+    overload = _overload(op)
+    places = _places(overload, ("norm", "residual"), tuple(returns), mutates)
+    _register(
+        overload,
+        NormOp(
+            _tensor_argument(overload, "input", input),
+            _tensor_argument(overload, "residual", residual),
+            None if weight is None else _tensor_argument(overload, "weight", weight),
+            _argument(overload, "eps", eps),
+            _number("weight_bias", weight_bias),
+            places["norm"],
+            places["residual"],
+        ),
+    )
+
+
 def unregister_op(op: Op) -> None:
     """Forget what ``op`` was registered as; nothing happens where it was not.
 
@@ -179,6 +273,31 @@ def _tensor_argument(op: OpOverload, parameter: str, argument: Any) -> str:
     if kind not in ("Tensor", "Optional[Tensor]"):
         raise ValueError(f"{parameter}: expected a Tensor argument, got {name!r} of type {kind}")
     return name
+
+
+def _number(parameter: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{parameter}: expected a number, got {type(value).__name__}")
+    return float(value)
+
+
+def _places(
+    op: OpOverload,
+    expected: tuple[str, ...],
+    returns: tuple[str, ...],
+    mutates: Mapping[str, str] | None,
+) -> dict[str, int | str]:
+    """Where each of the ``expected`` results is: a returned position or a mutated argument."""
+    places: list[tuple[str, int | str]]
+    if mutates is None:
+        parameter, places = "returns", [(role, index) for index, role in enumerate(returns)]
+    else:
+        parameter, places = "mutates", [(role, name) for name, role in mutates.items()]
+    roles = [role for role, _ in places]
+    if sorted(roles) != sorted(expected):
+        raise ValueError(f"{parameter}: expected each of {expected} once, got {roles}")
+    _expect_results(op, 0 if mutates else len(roles), tuple(mutates or ()))
+    return dict(places)
 
 
 def _expect_results(op: OpOverload, returned: int, mutated: tuple[str, ...]) -> None:

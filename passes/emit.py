@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import SymInt
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -31,11 +32,13 @@ class Emitter:
     Attributes:
         graph: the graph.
         source: the node whose stack trace the new nodes take.
+        fake_mode: the mode in which their values are computed.
         created: the nodes that were added.
     """
 
     graph: Graph
     source: Node
+    fake_mode: FakeTensorMode
     created: list[Node] = field(default_factory=list)
 
     def call(
@@ -53,7 +56,7 @@ class Emitter:
         node = self.graph.call_function(target, args, kwargs)
         self.created.append(node)
         values = map_arg(args, lambda arg: arg.meta["val"])
-        with self.source.meta["val"].fake_mode:
+        with self.fake_mode:
             node.meta["val"] = (fake or target)(*values, **kwargs)
         for key in ("stack_trace", "source_fn_stack", "nn_module_stack"):
             if key in self.source.meta:
@@ -82,18 +85,19 @@ class Emitter:
         size = shape(node)[dim]
         return size if isinstance(size, int) else self.call(aten.sym_size.int, node, dim)
 
-    def sizes(self, model: Node, kept: Iterable[Node], views: Iterable[Node]) -> list[int | Node]:
-        """The shape of ``model``, a node about to be erased, as arguments of a reshape.
+    def sizes(
+        self, wanted: tuple[Size, ...], kept: Iterable[Node], views: Iterable[Node]
+    ) -> list[int | Node]:
+        """The shape of a node about to be erased, as arguments of a reshape.
 
         Args:
-            model: the node.
+            wanted: the shape.
             kept: nodes that exist before the insertion point and stay.
             views: reshapes before it, whose size arguments stay.
 
         Raises:
             LookupError: the shape has several symbols and no other node has it.
         """
-        wanted = shape(model)
         symbolic = [dim for dim, size in enumerate(wanted) if isinstance(size, SymInt)]
         if len(symbolic) <= 1:
             return [-1 if dim in symbolic else _static(size) for dim, size in enumerate(wanted)]

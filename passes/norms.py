@@ -1,22 +1,25 @@
 """How people write an RMSNorm: one small matcher for each spelling.
 
-All share a core, ``x * rsqrt(mean(x ** 2, -1) + eps)``, which :func:`match_core` finds from the
-residual sum downwards. What follows the core is a *form*: a function from the core's last node to a
-:class:`Norm`, listed in ``FORMS``. A new spelling is one such function and one snapshot test.
+A norm that is written out ends in a *form*; a norm that is one op of another library needs no code
+here: it is registered, and ``passes/norm_ops.py`` finds it.
+
+What is written out has a core, ``x * rsqrt(mean(x ** 2, -1) + eps)``, which :func:`match_core`
+finds from the residual sum downwards. What follows the core is a form: a function from the core's
+last node to a :class:`Norm`, listed in ``FORMS``. A new spelling is one such function and one
+snapshot test.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch.fx import Node
 
 from moe_fusion.passes.nodes import (
     NoMatch,
-    Size,
     add_operands,
     arg,
     aten,
@@ -26,10 +29,7 @@ from moe_fusion.passes.nodes import (
     either_order,
     has_value,
     is_cast,
-    is_float,
-    is_scalar_tensor,
     is_widening,
-    keeps_rows,
     mul_operands,
     num_rows,
     operands,
@@ -38,8 +38,9 @@ from moe_fusion.passes.nodes import (
     shape,
     sole_user,
     strip,
-    strip_casts,
 )
+from moe_fusion.passes.norm_ops import registered_norm
+from moe_fusion.passes.norm_parts import Norm, as_eps, as_weight, same_rows
 
 
 @dataclass(frozen=True)
@@ -54,27 +55,6 @@ class Core:
     """
 
     scaled: Node
-    eps: float | Node
-    interior: tuple[Node, ...]
-
-
-@dataclass(frozen=True)
-class Norm:
-    """A whole RMSNorm of the residual sum.
-
-    Attributes:
-        form: its spelling.
-        output: the normalised rows.
-        weight: [H], or None.
-        weight_bias: added to the weight (1.0 in Gemma's form).
-        eps: as in :class:`Core`.
-        interior: the nodes from the square up to the one before the output.
-    """
-
-    form: str
-    output: Node
-    weight: Node | None
-    weight_bias: float
     eps: float | Node
     interior: tuple[Node, ...]
 
@@ -107,25 +87,6 @@ def _row_mean(square: Node) -> tuple[Node, ...]:
     kept = sole_user(mean)
     back = calls(kept, aten.unsqueeze.default) and arg(kept, 1) in (-1, rank - 1)
     return (mean, kept) if kept is not None and back else ()
-
-
-def _eps(value: object) -> float | Node | None:
-    """``value`` as an epsilon: a constant >= 0, or a 0-d tensor in host memory."""
-    number = constant(value)
-    if number is not None:
-        return number if number >= 0.0 else None
-    if not isinstance(value, Node) or not is_scalar_tensor(value):
-        return None
-    # Dynamo hands a float over in fp64; the graph then rounds it to the norm's dtype.
-    source = value
-    while is_widening(source) or _narrows_from_fp64(source):
-        source = arg(source, 0)
-    return source if source.meta["val"].device.type == "cpu" else None
-
-
-def _narrows_from_fp64(node: Node) -> bool:
-    converts = calls(node, torch.ops.prims.convert_element_type.default)
-    return converts and dtype(arg(node, 0)) == torch.float64
 
 
 def _inverse_roots(shifted: Node) -> list[tuple[Node, ...]]:
@@ -173,7 +134,7 @@ def _core_of(square: Node, residual_sum: Node) -> Core | None:
     mean = _row_mean(square)
     shifted = sole_user(mean[-1]) if mean else None
     for total, offset in either_order(add_operands(shifted) if shifted is not None else None):
-        eps = _eps(offset) if total is mean[-1] else None
+        eps = as_eps(offset) if total is mean[-1] else None
         if eps is None or shifted is None:
             continue
         for x, product, root in _products(shifted):
@@ -184,40 +145,18 @@ def _core_of(square: Node, residual_sum: Node) -> Core | None:
 
 def match_core(residual_sum: Node) -> Core | None:
     """The core of an RMSNorm that reads ``residual_sum``, directly, widened or viewed, or None."""
-    readers = [residual_sum]
-    for reader in readers:
-        readers += [user for user in reader.users if is_widening(user) or keeps_rows(user)]
-    for x in readers:
+    for x in same_rows(residual_sum):
         for square in _squares(x):
             if core := _core_of(square, residual_sum):
                 return core
     return None
 
 
-def _as_weight(value: Any, hidden_dim: Size) -> tuple[Node, float] | None:
-    """``value`` as (weight, bias): a vector of H elements, or one plus a constant."""
-    if not _is_vector(value, hidden_dim):
-        return None
-    for inner, offset in either_order(add_operands(value)):
-        bias = constant(offset)
-        if bias is not None and _is_vector(inner, hidden_dim):
-            return strip_casts(inner), bias
-    return strip_casts(value), 0.0
-
-
-def _is_vector(value: Any, hidden_dim: Size) -> bool:
-    """Whether ``value`` holds H floats along its last dimension and no more."""
-    if not has_value(value) or not is_float(value) or not shape(value):
-        return False
-    *leading, last = shape(value)
-    return same(last, hidden_dim) and all(same(size, 1) for size in leading)
-
-
 def _weighted(node: Node | None, normalised: Node) -> tuple[Node, float] | None:
     """The (weight, bias) by which ``node`` multiplies ``normalised``."""
     for factor, weight in either_order(mul_operands(node) if node else None):
         if factor is normalised:
-            return _as_weight(weight, shape(normalised)[-1])
+            return as_weight(weight, shape(normalised)[-1])
     return None
 
 
@@ -280,24 +219,30 @@ def match_norm(residual_sum: Node, activation: torch.dtype) -> Norm | NoMatch:
     """The RMSNorm that reads ``residual_sum``.
 
     Args:
-        residual_sum: the node whose rows are normalised.
+        residual_sum: the node whose rows are normalised, alone or after a registered op has added
+            another to it.
         activation: the dtype that the norm's output must have.
     """
+    norm = registered_norm(residual_sum) or written_norm(residual_sum, activation)
+    if isinstance(norm, NoMatch):
+        return norm
+    if dtype(norm.output) != activation:
+        what = f"the norm's output is {dtype(norm.output)}: expected {activation}"
+        return NoMatch(what, norm.output)
+    if not same(num_rows(norm.output), num_rows(residual_sum)):
+        return NoMatch("the norm's output has more rows than the sum", norm.output)
+    return norm
+
+
+def written_norm(residual_sum: Node, activation: torch.dtype) -> Norm | NoMatch:
+    """Matches a core and one of the forms."""
     core = match_core(residual_sum)
     if core is None:
         return NoMatch("no RMSNorm reads the sum", residual_sum)
     for form in FORMS:
         norm = form(core, activation)
-        if norm is None:
-            continue
-        if dtype(norm.output) != activation:
-            return NoMatch(
-                f"the norm's output is {dtype(norm.output)}: expected {activation}",
-                norm.output,
-            )
-        if not same(num_rows(norm.output), num_rows(residual_sum)):
-            return NoMatch("the norm's output has more rows than the sum", norm.output)
-        return norm
+        if norm is not None:
+            return norm
     return NoMatch("the end of the RMSNorm is not one that is known", core.scaled)
 
 

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from moe_fusion.passes.nodes import NoMatch, Size, arg, calls, same
+from moe_fusion.passes.nodes import NoMatch, Size, arg, aten, calls, is_reshape, same
 
 _functionalized = torch.ops.higher_order.auto_functionalized
+_SIZES = (aten.sym_size.int, aten.sym_stride.int, aten.sym_storage_offset.default)
 _functionalized_v2 = torch.ops.higher_order.auto_functionalized_v2
 
 
@@ -56,6 +57,18 @@ class OpCall:
         result = value if isinstance(value, Tensor) else value[self._index(place)]
         assert isinstance(result, Tensor)
         return result
+
+    @property
+    def sizes(self) -> tuple[Node, ...]:
+        """The nodes that serve only to tell the call the sizes and strides of symbolic views."""
+        own = {self.node}
+        for given in self.node.all_input_nodes:
+            node = given if calls(given, *_SIZES) else None
+            while node is not None and own.issuperset(node.users):
+                own.add(node)
+                source = arg(node, 0)
+                node = source if is_reshape(source) else None
+        return tuple(sorted(own - {self.node}))
 
     def _index(self, place: int | str) -> int:
         return self.positions[place] if isinstance(place, str) else place

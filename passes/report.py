@@ -156,7 +156,7 @@ def describe_tail(tail: Tail, graph: int, world_size: int) -> dict[str, Any]:
         "residual": "none" if after.residual is None else _dtype_name(after.residual_dtype),
         "group": tail.anchor.group,
         "world_size": world_size,
-        "source": source_line(after.residual_sum),
+        "source": source_line(after.residual_sum.place),
     }
 
 

@@ -4,8 +4,9 @@ Matches ``finalize -> add shared -> all_reduce -> add residual -> rms_norm`` and
 
     norm_out, residual_out = moe_fusion::finalize_allreduce_rms_norm(...)
 
-at the place of the residual sum, the first node at which every operand exists. Readers of the
-residual sum and of the norm's output read the op's outputs, in the shapes that those had.
+at the place of the residual sum, the first node at which every operand exists; where a custom op
+adds the residual, that is the custom op. Readers of the residual sum and of the norm's output read
+the op's outputs, in the shapes that those had.
 """
 
 from __future__ import annotations
@@ -32,22 +33,25 @@ def rewrite(graph: Graph, tail: Tail) -> Node | NoMatch:
         The op's node, or why the op does not take the operands; the graph is then as it was.
     """
     after = tail.after
-    total, output = after.residual_sum, after.norm.output
-    with graph.inserting_before(total):
-        emit = Emitter(graph, total)
+    place, total, output = after.residual_sum.place, after.residual_sum.node, after.norm.output
+    with graph.inserting_before(place):
+        emit = Emitter(graph, place, output.meta["val"].fake_mode)
         try:
             call = _emit_call(emit, tail)
-            views = _sized_before(total, (total, *after.interior, *total.users))
+            readers = () if total is None else tuple(total.users)
+            views = _sized_before(place, (place, *after.interior, *readers))
             norm_out, residual_out = (emit.call(operator.getitem, call, index) for index in (0, 1))
-            norm_out = emit.shaped(norm_out, emit.sizes(output, tail.kept, views))
-            residual_out = emit.shaped(residual_out, emit.sizes(total, tail.kept, views))
+            norm_out = emit.shaped(norm_out, emit.sizes(shape(output), tail.kept, views))
+            sizes = tuple(after.residual_sum.value.shape)
+            residual_out = emit.shaped(residual_out, emit.sizes(sizes, tail.kept, views))
         except (LookupError, RuntimeError, TypeError, ValueError) as error:
             emit.undo()
-            return NoMatch(f"the op does not take these operands: {error}", total)
-    late = [n for n in (after.norm.weight, after.norm.eps) if isinstance(n, Node) and total < n]
-    own = {*tail.interior, total, output}
+            return NoMatch(f"the op does not take these operands: {error}", place)
+    late = [n for n in (after.norm.weight, after.norm.eps) if isinstance(n, Node) and place < n]
+    own = {*tail.interior, *after.ends}
     output.replace_all_uses_with(norm_out)
-    total.replace_all_uses_with(residual_out, delete_user_cb=lambda user: user not in own)
+    if total is not None:
+        total.replace_all_uses_with(residual_out, delete_user_cb=lambda user: user not in own)
     _erase(graph, own)
     if late:
         stable_topological_sort(graph)
@@ -94,7 +98,7 @@ def _fake_outputs(tail: Tail, *operands: object) -> tuple[Tensor, Tensor]:
 
     To make new ones is a quarter of the cost of the whole pass.
     """
-    values = [node.meta["val"] for node in (tail.after.norm.output, tail.after.residual_sum)]
+    values = [tail.after.norm.output.meta["val"], tail.after.residual_sum.value]
     if any(value.dim() != 2 or not isinstance(tail.num_tokens, int) for value in values):
         return fake_outputs(*operands)
     if not all(value.is_contiguous() for value in values):

@@ -87,9 +87,9 @@ class Tail:
     @property
     def nodes(self) -> tuple[Node, ...]:
         """Every node that the op takes the place of, and the conversions in between."""
-        after = self.after
-        widened = tuple(user for user in after.residual_sum.users if is_widening(user))
-        return (*self.interior, after.residual_sum, *widened, after.norm.output)
+        ends = self.after.ends
+        widened = tuple(user for end in ends for user in end.users if is_widening(user))
+        return (*self.interior, *ends, *widened)
 
     @property
     def interior(self) -> tuple[Node, ...]:
@@ -124,9 +124,9 @@ def _check(tail: Tail) -> NoMatch | None:
         if is_reduced(partial.routed):
             return NoMatch("two all_reduces are chained", partial.routed)
     for name, node in (("weight", after.norm.weight), ("eps", after.norm.eps)):
-        if isinstance(node, Node) and _depends_on(node, after.residual_sum):
+        if isinstance(node, Node) and _depends_on(node, after.residual_sum.place):
             return NoMatch(f"the norm's {name} is computed from the sum", node)
-    for node in (after.residual_sum, after.norm.output):
+    for node in after.ends:
         if (reader := _strided_reader(node)) is not None:
             return NoMatch("as_strided reads the memory of the sum or of the norm's output", reader)
     return _read_elsewhere(tail)
@@ -143,7 +143,7 @@ def _strided_reader(node: Node) -> Node | None:
 
 
 def _read_elsewhere(tail: Tail) -> NoMatch | None:
-    ends = {tail.after.residual_sum, tail.after.norm.output}
+    ends = set(tail.after.ends)
     own = {*tail.interior, *ends}
     for node in sorted(own - ends):
         reader = next((user for user in node.users if user not in own), None)

@@ -41,6 +41,18 @@ def fake_group() -> int:
     return make_fake_group(2)
 
 
+@pytest.fixture
+def registered_ops() -> Iterator[None]:
+    """The ops of ``custom_dialect`` are registered, and forgotten after the test."""
+    from custom_checks import register_everything
+
+    from moe_fusion.passes import custom_ops
+
+    register_everything()
+    yield
+    custom_ops._registered.clear()
+
+
 def make_fake_group(world_size: int) -> int:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

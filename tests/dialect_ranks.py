@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import inputs
 import spellings
 import torch
@@ -10,6 +12,16 @@ import torch.distributed._functional_collectives as funcol
 from custom_dialect import OPS
 
 import moe_fusion
+
+
+@contextmanager
+def fusing():
+    """Without caches: a rank that found the graph of its peer there would count nothing."""
+    with (
+        torch._inductor.config.patch(force_disable_caches=True),
+        moe_fusion.fusing() as report,
+    ):
+        yield report
 
 
 def compiled_with_the_group_itself(rank):
@@ -22,7 +34,7 @@ def compiled_with_the_group_itself(rank):
         return spellings.norm_f(total, norm_weight), total
 
     data = inputs.make(torch.float32, missing=True, rank=rank.index)
-    with dist.config.patch(compile_on_one_rank=True), moe_fusion.fusing() as report:
+    with dist.config.patch(compile_on_one_rank=True), fusing() as report:
         got = torch.compile(function, fullgraph=True)(*data.args())
     return report.fused, got, function(*data.args())
 
@@ -37,6 +49,31 @@ def compiled_with_registered_ops(rank):
         return spellings.norm_f(total, norm_weight), total
 
     data = inputs.make(torch.float32, missing=True, rank=rank.index)
-    with moe_fusion.fusing() as report:
+    with fusing() as report:
         got = torch.compile(function, fullgraph=True)(*data.args())
     return report.fused, got, function(*data.args())
+
+
+def compiled_with_a_mutating_norm(rank):
+    """(fused tails, fused and unfused outputs), as vLLM writes it, and the residual it leaves."""
+    moe_fusion.register_all_reduce(OPS.all_reduce, group_arg="group_name")
+    moe_fusion.register_add_rms_norm(
+        OPS.fused_add_rms_norm,
+        input="input",
+        residual="residual",
+        weight="weight",
+        eps="epsilon",
+        mutates={"input": "norm", "residual": "residual"},
+    )
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        hidden = OPS.all_reduce(spellings.where_masked(rows, weights, index) + shared, "0")
+        OPS.fused_add_rms_norm(hidden, residual, norm_weight, spellings.EPS)
+        return hidden
+
+    data = inputs.make(torch.float32, missing=True, rank=rank.index)
+    fused, plain = ([each.clone() for each in data.args()] for _ in range(2))
+    with fusing() as report:
+        got = torch.compile(function, fullgraph=True)(*fused)
+    want = function(*plain)
+    return report.fused, (got, fused[4]), (want, plain[4])

@@ -6,6 +6,7 @@ import inputs
 import pytest
 import spellings
 import torch
+from custom_checks import assert_fused, assert_left
 from custom_dialect import OPS
 from tracing import CEILING, trace
 
@@ -24,37 +25,6 @@ DTYPES = pytest.mark.parametrize(
 def nothing_registered():
     yield
     custom_ops._registered.clear()
-
-
-def error(got, want):
-    return float((got.double() - want).norm() / want.norm())
-
-
-def assert_fused(function, data, **expected):
-    """One tail is fused, and no less exact than the function in eager mode."""
-    copies = [data.to(dtype).args() for dtype in (data.residual.dtype, torch.float64)]
-    eager, oracle = (function(*[each.clone() for each in args]) for args in copies)
-    traced = trace(function, *[each.clone() for each in data.args()])
-    assert traced.report.fused == 1, str(traced.report)
-    assert traced.report.all_reduces_after == 0
-    for got, plain, want in zip(traced.output, eager, oracle, strict=True):
-        assert got.dtype == plain.dtype
-        assert got.shape == plain.shape
-        assert error(got, want) <= 1.02 * error(plain, want) + 3e-7
-    for name, value in expected.items():
-        assert getattr(traced.report.sites[0], name) == value
-    return traced
-
-
-def assert_left(function, data, *reasons):
-    """Nothing is fused, for these reasons, and the graph stays as it was."""
-    eager = function(*[each.clone() for each in data.args()])
-    traced = trace(function, *[each.clone() for each in data.args()])
-    assert traced.report.fused == 0
-    assert traced.reasons == sorted(reasons)
-    assert traced.before == traced.after
-    for got, want in zip(traced.output, eager, strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 def tail(reduce, norm=spellings.norm_a):

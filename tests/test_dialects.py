@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import torch
-from dialect_ranks import compiled_with_registered_ops, compiled_with_the_group_itself
+from dialect_ranks import (
+    compiled_with_a_mutating_norm,
+    compiled_with_registered_ops,
+    compiled_with_the_group_itself,
+)
 from distributed import run_ranks
 
 
@@ -22,3 +26,7 @@ def test_the_group_itself_in_the_place_of_its_name():
 
 def test_registered_ops():
     assert_fused_alike(run_ranks(2, compiled_with_registered_ops))
+
+
+def test_a_norm_that_overwrites_its_arguments():
+    assert_fused_alike(run_ranks(2, compiled_with_a_mutating_norm))

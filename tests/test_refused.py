@@ -240,7 +240,7 @@ def test_a_group_that_a_mesh_hands_over_in_each_call():
         "expected its name or the group itself"
     )
     with dist.config.patch(compile_on_one_rank=True):
-        untouched(function, reason, inputs.make())
+        assert_untouched(function, reason, inputs.make())
 
 
 class Foreign:

@@ -360,6 +360,8 @@ reshape_default: bf16[s0*s1, 64] = reshape(arg5_1, [-1, 64])
 finalize_allreduce_rms_norm_default: (bf16[s0*s1, 64], bf16[s0*s1, 64]) = moe_fusion.finalize_allreduce_rms_norm(arg1_1, arg2_1, arg0_1, None, None, reshape_default, arg6_1, 1e-06, 0, 1, 1, 0)
 getitem: bf16[s0*s1, 64] = getitem(finalize_allreduce_rms_norm_default, 0)
 getitem_1: bf16[s0*s1, 64] = getitem(finalize_allreduce_rms_norm_default, 1)
+reshape_default_1: bf16[s0, s1, 64] = reshape(getitem, [arg3_1, arg4_1, 64])
+reshape_default_2: bf16[s0, s1, 64] = reshape(getitem_1, [arg3_1, arg4_1, 64])""")
 
 
 def test_a_coalesced_all_reduce_of_one_tensor():

@@ -48,6 +48,14 @@ class Addend:
 
 
 @dataclass(frozen=True)
+class Merged:
+    """Another all_reduce whose sum is added to the first one's, and the scale of its sum."""
+
+    all_reduce: AllReduce
+    scale: float
+
+
+@dataclass(frozen=True)
 class After:
     """What happens to the sum of one or two all_reduces up to the norm.
 
@@ -57,7 +65,7 @@ class After:
         residual: what was added last, in the dtype of ``residual_sum``, or None.
         replicated: what else was added after the reduction.
         output_scale: multiplies the reduced sum.
-        merged: other all_reduces whose sums were added unscaled to this one's.
+        merged: other all_reduces whose sums were added to this one's.
         interior: the nodes between the all_reduces and the residual sum, without either end.
     """
 
@@ -66,7 +74,7 @@ class After:
     residual: Node | None
     replicated: tuple[Addend, ...]
     output_scale: float
-    merged: tuple[AllReduce, ...]
+    merged: tuple[Merged, ...]
     interior: tuple[Node, ...]
 
     @property
@@ -152,18 +160,29 @@ def _advance(path: _Path) -> NoMatch | None:
 
 
 def _split_sums(path: _Path) -> None:
-    """Open the addends that are themselves a sum with an all_reduce in it."""
+    """Open the addends that are themselves a sum or a multiple of an all_reduce's sum."""
     opened: list[Addend] = []
     pending = path.addends[::-1]
     while pending:
         addend = pending.pop()
-        pair = add_operands(addend.node) if sole_user(addend.node) else None
-        if pair is not None and _opens(pair, addend.node):
+        parts = _parts(addend) if sole_user(addend.node) else []
+        if parts:
             path.interior.append(addend.node)
-            pending.extend(Addend(node, addend.scale) for node in pair)
+            pending.extend(parts)
         else:
             opened.append(addend)
     path.addends = opened
+
+
+def _parts(addend: Addend) -> list[Addend]:
+    """The terms of a sum with a reduced sum in it, or the reduced sum that is scaled."""
+    pair = add_operands(addend.node)
+    if pair is not None and _opens(pair, addend.node):
+        return [Addend(node, addend.scale) for node in pair]
+    scaled = scaled_operand(addend.node)
+    if scaled is not None and is_reduced(scaled[0]):
+        return [Addend(scaled[0], addend.scale * scaled[1])]
+    return []
 
 
 def _opens(pair: tuple[Any, Any], total: Node) -> bool:
@@ -172,21 +191,32 @@ def _opens(pair: tuple[Any, Any], total: Node) -> bool:
     return whole and any(map(is_reduced, pair))
 
 
-def _merge(path: _Path, first: AllReduce) -> list[AllReduce]:
-    """Take out the addends that are sums over the same group, with the same scale."""
+def _merge(path: _Path, first: AllReduce) -> list[Merged]:
+    """Take out the addends that are sums over the same group, whatever constant scales them."""
     merged = []
     for addend in list(path.addends):
         other = reduced_by(addend.node)
-        if other is None or other.group != first.group or addend.scale != path.scale:
+        if other is None or other.group != first.group or not _scales_fit(path, addend, first):
             continue
         nodes = _between(other, addend.node)
         # Where the graph adds the sums in fp32, to round the sum of partials is one too many.
         plain = dtype(other.input) == dtype(addend.node) == dtype(first.input)
         if nodes is not None and plain:
-            merged.append(other)
+            merged.append(Merged(other, addend.scale))
             path.interior.extend(nodes)
             path.addends.remove(addend)
     return merged
+
+
+def _scales_fit(path: _Path, addend: Addend, first: AllReduce) -> bool:
+    """Whether one reduction can take both scales: if they differ, the partials are scaled.
+
+    In fp16 a partial that is scaled up may overflow where the scaled sum does not.
+    """
+    if addend.scale == path.scale:
+        return True
+    grows = max(abs(addend.scale), abs(path.scale)) > 1.0
+    return dtype(first.input) != torch.float16 or not grows
 
 
 def _between(reduced: AllReduce, node: Node) -> list[Node] | None:

@@ -26,8 +26,9 @@ from moe_fusion.passes.nodes import (
     same,
     same_shape,
     shape,
+    strip_reshapes,
 )
-from moe_fusion.passes.routing import Index, Mask, tokens_of, unclamped
+from moe_fusion.passes.routing import Index, Mask, in_token_order, tokens_of, unclamped
 from moe_fusion.passes.rows import Walk, Weight
 
 
@@ -192,6 +193,23 @@ def _reduction_of(node: Node) -> Reduction | None:
     return next((found for form in REDUCTIONS if (found := form(node)) is not None), None)
 
 
+def _zeroed(weight: Weight, index: Index | None) -> Mask | None:
+    """The mask that makes entries of ``weight`` zero: their rows need not be read.
+
+    Matches ``where(absent, 0, w)`` and ``where(present, w, 0)``, in token order.
+    """
+    node = in_token_order(weight.node, index) if weight.permuted else weight.node
+    source = None if node is None else strip_reshapes(node)
+    if not calls(source, aten.where.self):
+        return None
+    mask, kept, dropped = (arg(source, place) for place in range(3))
+    for weights, zero, keeps in ((kept, dropped, True), (dropped, kept, False)):
+        whole = has_value(weights) and same_shape(shape(weights), shape(source))
+        if whole and constant(zero) == 0.0 and same_shape(shape(mask), shape(source)):
+            return Mask(strip_reshapes(mask), keeps, permuted=False)
+    return None
+
+
 def _explain(reduction: Reduction, ends: tuple[Node, ...]) -> Finalize | None:
     walk = reduction.walk
     walk.run()
@@ -207,6 +225,8 @@ def _explain(reduction: Reduction, ends: tuple[Node, ...]) -> Finalize | None:
             masks.append(mask)
     if not walk.weights and walk.index is None:
         return None
+    if absent is None and not masks:
+        masks = [mask for weight in walk.weights if (mask := _zeroed(weight, walk.index))]
     return Finalize(
         walk.node,
         reduction.top_k,

@@ -195,13 +195,27 @@ _SIGNS: dict[Any, float] = {
 
 
 def terms(node: Node) -> tuple[tuple[Any, float], tuple[Any, float]] | None:
-    """Both terms of an add or a subtraction, each with the constant that multiplies it."""
+    """Both terms of an add or a subtraction, each with the constant that multiplies it.
+
+    ``addcmul(base, x, 2.5)`` is one of them where a factor is a constant.
+    """
+    if calls(node, aten.addcmul.default):
+        return _terms_of_addcmul(node)
     if not calls(node, *_SIGNS) or len(node.args) != 2 or set(node.kwargs) - {"alpha"}:
         return None
     alpha = constant(node.kwargs.get("alpha", 1))
     if alpha is None:
         return None
     return (arg(node, 0), 1.0), (arg(node, 1), alpha * _SIGNS[node.target])
+
+
+def _terms_of_addcmul(node: Node) -> tuple[tuple[Any, float], tuple[Any, float]] | None:
+    value = constant(node.kwargs.get("value", 1))
+    for operand, factor in either_order((arg(node, 1), arg(node, 2))):
+        number = constant(factor)
+        if value is not None and number is not None and constant(operand) is None:
+            return (arg(node, 0), 1.0), (operand, value * number)
+    return None
 
 
 def add_operands(node: Node) -> tuple[Any, Any] | None:

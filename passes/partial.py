@@ -15,6 +15,9 @@ from torch.fx import Node
 from moe_fusion.passes.finalize import Finalize, match_finalize
 from moe_fusion.passes.nodes import (
     arg,
+    aten,
+    calls,
+    constant,
     dtype,
     either_order,
     has_value,
@@ -103,6 +106,24 @@ def _with_shared(node: Node) -> Partial | None:
         if inner is not None:
             inner = inner.scaled(factor)
             return replace(inner, shared=(*inner.shared, Shared(other, weight))).under(node)
+    return _with_multiply_add(node)
+
+
+def _with_multiply_add(node: Node) -> Partial | None:
+    """Matches ``addcmul(shared, routed, scale)`` where the scale is a 0-d tensor."""
+    if not calls(node, aten.addcmul.default):
+        return None
+    base, value = arg(node, 0), constant(node.kwargs.get("value", 1))
+    if value is None or not same_shape(shape(base), shape(node)):
+        return None
+    for operand, scale in either_order((arg(node, 1), arg(node, 2))):
+        if not is_scalar_tensor(scale) or not same_shape(shape(operand), shape(node)):
+            continue
+        inner = _with_finalize(operand)
+        if inner is not None and not inner.shared:
+            scales = (*inner.tensor_scales, scale)
+            inner = replace(inner.scaled(value), tensor_scales=scales, shared=(Shared(base),))
+            return inner.under(node)
     return None
 
 

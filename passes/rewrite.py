@@ -111,7 +111,7 @@ def _emit_partial(emit: Emitter, tail: Tail) -> tuple[Node, Node | None, Node | 
     """The op's first four operands: rows, weights, map, and the other addends of the partial."""
     first, *others = tail.partials
     shared = [emit.scaled(emit.rows(s.node), s.scale) for s in first.shared]
-    shared += [emit.rows(partial.routed) for partial in others]
+    shared += [emit.scaled(emit.rows(p.routed), p.scale) for p in others]
     if first.finalize is None:
         return emit.rows(first.routed), None, None, emit.total(shared)
     weights, index = emit_routing(emit, first.finalize, first.tensor_scales)

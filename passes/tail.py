@@ -6,13 +6,13 @@ reason.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
 
 from moe_fusion.passes.after import After, match_after
-from moe_fusion.passes.collectives import AllReduce, is_reduced, match_all_reduce
+from moe_fusion.passes.collectives import AllReduce, is_reduced, match_all_reduce, reduced_by
 from moe_fusion.passes.nodes import (
     NoMatch,
     Size,
@@ -109,12 +109,37 @@ def match_tail(node: Node) -> Tail | NoMatch:
     after = match_after(first)
     if isinstance(after, NoMatch):
         return after
-    reductions = [(ar, match_partial(ar.input, dtype(ar.input))) for ar in (first, *after.merged)]
+    after, reductions = _sent(first, after)
     # The op has one finalize: the reduction that has it comes first, the others are addends.
     reductions.sort(key=lambda pair: pair[1].finalize is None)
-    partials = [reductions[0][1], *(Partial(ar.input) for ar, _ in reductions[1:])]
-    tail = Tail(tuple(ar for ar, _ in reductions), tuple(partials), after)
-    return _check(tail) or tail
+    others = (Partial(ar.input, scale=partial.scale) for ar, partial in reductions[1:])
+    tail = Tail(tuple(ar for ar, _ in reductions), (reductions[0][1], *others), after)
+    return _check(tail) or _yields(tail) or tail
+
+
+def _sent(first: AllReduce, after: After) -> tuple[After, list[tuple[AllReduce, Partial]]]:
+    """What each reduction sends; where their sums' scales differ, the partials take them."""
+    sums = [(first, after.output_scale), *((m.all_reduce, m.scale) for m in after.merged)]
+    alike = all(scale == after.output_scale for _, scale in sums)
+    sent = []
+    for all_reduce, scale in sums:
+        partial = match_partial(all_reduce.input, dtype(all_reduce.input))
+        sent.append((all_reduce, partial if alike else partial.scaled(scale)))
+    return (after if alike else replace(after, output_scale=1.0)), sent
+
+
+def _yields(tail: Tail) -> NoMatch | None:
+    """Leaves the sum to another all_reduce in it that has a finalize, where this one has none."""
+    if tail.partials[0].finalize is not None:
+        return None
+    for addend in tail.after.replicated:
+        other = reduced_by(addend.node)
+        if other is None or other.group != tail.anchor.group:
+            continue
+        better = match_tail(other.node)
+        if isinstance(better, Tail) and better.top_k is not None:
+            return NoMatch("another all_reduce of the same sum has the finalize", other.node)
+    return None
 
 
 def _check(tail: Tail) -> NoMatch | None:

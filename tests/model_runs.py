@@ -30,6 +30,7 @@ class Case:
     shapes: str = "static"
     dtype: str = "fp32"
     layers: int = 2
+    expert_parallel: bool = False
     codegen: bool = True  # False runs the rewritten graph as it is, which saves the C++ compiler
 
     def __str__(self):
@@ -58,6 +59,7 @@ class Case:
             dtype=self.dtype,
             dynamic=self.shapes == "mark_dynamic",
             overrides=self.overrides,
+            expert_parallel=self.expert_parallel,
         )
 
 
@@ -90,6 +92,10 @@ def fp32_cases(rank, cases):
 
 def bf16_cases(rank, cases):
     return [guarded(_bf16_case, rank, case) for case in cases]
+
+
+def expert_parallel_cases(rank, cases):
+    return [guarded(_expert_parallel_case, rank, case) for case in cases]
 
 
 def with_tokens(built, num_tokens):
@@ -125,13 +131,44 @@ def _bf16_case(rank, case):
     return {"fused": report.fused, "calls": calls}
 
 
+def _expert_parallel_case(rank, case):
+    """Also which entries of the map are on this rank, and the graph around the MoE tail."""
+    built = models.build(case.spec, rank.device)
+    with recorded_calls(poisoned) as calls, moe_fusion.fusing(render=True) as report:
+        fused = built.run(case.compile(built.module))
+    eager = built.run()
+    return {
+        "fused": report.fused,
+        "refusals": report.refusals,
+        "diff": (fused - eager).abs().max().item(),
+        "scale": eager.abs().max().item(),
+        "maps": [arguments[2] for arguments, _ in calls if arguments[2] is not None],
+        "poisoned": [int(arguments[0].isnan().any(-1).sum()) for arguments, _ in calls],
+        "after": [site.after for site in report.sites if site.top_k],
+    }
+
+
+def poisoned(routed, weights, permutation, *others):
+    """The arguments with NaN in each row that the map does not name, so that a read shows."""
+    if permutation is not None:
+        named = torch.zeros(len(routed), dtype=torch.bool)
+        named[permutation[permutation >= 0].long()] = True
+        routed = routed.masked_fill(~named.unsqueeze(-1), torch.nan)
+        weights = weights.masked_fill(permutation < 0, torch.nan)
+    return (routed, weights, permutation, *others)
+
+
 class recorded_calls:  # noqa: N801 - reads as a function
     """Within the block, the op's CPU kernel also keeps its arguments and outputs."""
+
+    def __init__(self, change=lambda *arguments: arguments):
+        self.change = change
 
     def __enter__(self):
         calls = []
 
         def kernel(*arguments):
+            arguments = self.change(*arguments)
             outputs = op._reference_kernel(*arguments)
             kept = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
             calls.append((kept, [output.clone() for output in outputs]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 from distributed import run_ranks
-from model_runs import Case, bf16_cases, fp32_cases, strided_groups
+from model_runs import Case, bf16_cases, expert_parallel_cases, fp32_cases, strided_groups
 
 from moe_fusion import reference
 from moe_fusion.contract import TailArguments
@@ -31,6 +31,11 @@ BF16_CASES = [
     Case("qwen3_moe", "batched_mm", dtype="bf16", codegen=False),
     Case("qwen2_moe", "grouped_mm", dtype="bf16", codegen=False),
     Case("deepseek_v3", "grouped_mm", dtype="bf16", layers=1),
+]
+EXPERT_PARALLEL_CASES = [
+    Case("mixtral", "grouped_mm", layers=1, expert_parallel=True, codegen=False),
+    Case("mixtral", "batched_mm", layers=1, expert_parallel=True, codegen=False),
+    Case("deepseek_v3", "grouped_mm", layers=1, expert_parallel=True, codegen=False),
 ]
 # (fused tails, all_reduces): the embedding, then attention and MoE of each layer. deepseek_v3's
 # attention is replicated, its first of two layers is dense, and its shared expert's all_reduce
@@ -61,6 +66,30 @@ def results_of(results, case):
     for result in results[case]:
         assert not isinstance(result, str), result
     return results[case]
+
+
+@pytest.fixture(scope="module")
+def expert_parallel_results():
+    results = run_ranks(2, expert_parallel_cases, EXPERT_PARALLEL_CASES)
+    return dict(zip(EXPERT_PARALLEL_CASES, zip(*results, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("case", EXPERT_PARALLEL_CASES, ids=str)
+def test_rows_of_other_ranks_experts_are_not_read(expert_parallel_results, case):
+    """Each entry is in one rank's map; what no map names holds NaN and the logits are eager's."""
+    results = results_of(expert_parallel_results, case)
+    for result in results:
+        assert result["fused"] == expected_counts(case)[0]
+        assert result["refusals"] == {}
+        assert result["scale"] > 1.0
+        assert result["diff"] <= LOGITS_TOLERANCE
+        (graph,) = result["after"]
+        assert "full([], -1, dtype=torch.int32" in graph
+        assert sum(result["poisoned"]) > 0
+    for maps in zip(*(result["maps"] for result in results), strict=True):
+        present = torch.stack([permutation >= 0 for permutation in maps])
+        assert torch.equal(present.sum(0), torch.ones_like(maps[0]))
+        assert present.flatten(1).any(1).all()
 
 
 @pytest.mark.parametrize("case", FP32_CASES, ids=str)

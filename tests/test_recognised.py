@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from checks import RANKS, assert_fused, error
-from tracing import trace
+from tracing import Tracer, trace
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -250,6 +250,68 @@ def test_two_all_reduces_in_one_sum_become_one(order):
     assert traced.report.all_reduces_before == 2
     assert traced.report.sites[0].shared == "its own all_reduce"
     assert traced.report.sites[0].finalize == "permuted rows"
+
+
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize("name", ["token-major", "inverse permutation", "plain gather"])
+def test_rows_of_weights_that_a_mask_makes_zero_are_not_read(name, flip):
+    """As transformers' batched_mm does under expert parallelism."""
+
+    def finalize(rows, weights, index):
+        absent = weights < 0.5
+        kept = torch.where(~absent, weights, 0.0) if flip else weights.masked_fill(absent, 0.0)
+        return spellings.FINALIZE[name](rows, kept, index)
+
+    data = inputs.make(torch.float32)
+    traced = assert_fused(tail(finalize), data)
+    assert "full([], -1, dtype=torch.int32" in traced.after[0]
+    poisoned = data.rows.clone()
+    entry = int((data.weights.flatten() < 0.5).nonzero()[0])
+    row = entry if name == "token-major" else int(data.index.flatten()[entry])
+    poisoned[row] = torch.nan
+    again = Tracer(tail(finalize))(poisoned, *data.args()[1:])
+    for got, want in zip(again.output, traced.output, strict=True):
+        assert torch.equal(got, want)
+
+
+def two_sums(first_routed, other_scale, routed_scale):
+    """Routed and shared reduced apart and each scaled after its reduction, in either order."""
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        def routed():
+            return spellings.functional(spellings.where_masked(rows, weights, index)) * routed_scale
+
+        def other():
+            return other_scale * spellings.functional(shared)
+
+        pair = (routed(), other()) if first_routed else (other(), routed())
+        total = residual + (pair[0] + pair[1])
+        return spellings.norm_a(total, norm_weight), total
+
+    return function
+
+
+@pytest.mark.parametrize("scales", [(1.0, 2.5), (0.5, 1.0), (0.5, 2.5), (-1.0, 0.25)])
+@pytest.mark.parametrize("first_routed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_two_all_reduces_with_scales_of_their_own_become_one(dtype, first_routed, scales):
+    function = two_sums(first_routed, *scales)
+    traced = assert_fused(function, inputs.make(dtype, missing=True), shared="its own all_reduce")
+    assert traced.report.all_reduces_before == 2
+    assert traced.report.sites[0].finalize == "permuted rows"
+
+
+@pytest.mark.parametrize("first_routed", [True, False])
+def test_in_fp16_a_sum_is_not_scaled_up_before_it_is_reduced(first_routed):
+    """The finalize is fused whichever all_reduce comes first, and the other one stays."""
+    data = inputs.make(torch.float16, missing=True)
+    function = two_sums(first_routed, 0.5, 2.5)
+    traced = trace(function, *data.args())
+    assert [site.finalize for site in traced.report.sites] == ["permuted rows"]
+    assert traced.report.sites[0].shared == "after the all_reduce"
+    assert traced.report.all_reduces_after == 1
+    for got, want in zip(traced.output, function(*data.to(torch.float64).args()), strict=True):
+        assert error(got, want) <= 2e-3
 
 
 def test_a_scale_after_the_reduction_covers_what_was_added_before_it():

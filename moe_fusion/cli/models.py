@@ -76,6 +76,7 @@ class ModelSpec:
         experts: how transformers computes the experts, one of :data:`EXPERTS`; None is its default.
         dynamic: mark the number of tokens as dynamic.
         overrides: configuration fields that replace the family's or the file's.
+        expert_parallel: give each rank whole experts, by the family's plan for that.
     """
 
     family: str = "mixtral"
@@ -86,6 +87,7 @@ class ModelSpec:
     experts: str | None = None
     dynamic: bool = False
     overrides: Mapping[str, Any] | None = None
+    expert_parallel: bool = False
 
     def __post_init__(self) -> None:
         """Validate what does not need transformers."""
@@ -218,7 +220,7 @@ def build(spec: ModelSpec, device: torch.device, *, shard: bool = True) -> Built
     if device.type != "cpu":
         model = model.to(device)
     if shard:
-        model = _distribute(model, device)
+        model = _distribute(model, device, expert_parallel=spec.expert_parallel)
     model.tie_weights()
     model.eval()
     ids = torch.randint(0, config.vocab_size, (1, spec.num_tokens)).to(device)
@@ -310,8 +312,8 @@ def _random_model(transformers: ModuleType, spec: ModelSpec, config: Any) -> Any
     return model
 
 
-def _distribute(model: Any, device: torch.device) -> Any:
-    """Shard ``model`` over the default group by its own plan."""
+def _distribute(model: Any, device: torch.device, *, expert_parallel: bool) -> Any:
+    """Shard ``model`` over the default group by its own plans."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from transformers.distributed import DistributedConfig
     from transformers.distributed.utils import TransformersDeviceMesh
@@ -322,15 +324,17 @@ def _distribute(model: Any, device: torch.device) -> Any:
     # transformers would take the mesh's device from the machine; here the caller chooses it
     shape = (1, 1, 1, world_size)
     names = ("pp", "dp_replicate", "fsdp", "tp")
-    expert_shape = (1, 1, world_size, 1)
+    expert_shape = (1, 1, 1, world_size) if expert_parallel else (1, 1, world_size, 1)
     expert_names = ("pp", "dp_replicate", "efsdp", "ep")
     with unset_fake_temporarily():  # a mesh reads its ranks, also when the model is of fake tensors
         mesh = TransformersDeviceMesh(
             dist.init_device_mesh(device.type, shape, mesh_dim_names=names),
             dist.init_device_mesh(device.type, expert_shape, mesh_dim_names=expert_names),
         )
+    experts = {"ep_size": world_size, "ep_implementation": "all_reduce"} if expert_parallel else {}
     try:
-        return model.maybe_distribute_model(model, DistributedConfig(tp_size=world_size), mesh)
+        plan = DistributedConfig(tp_size=world_size, **experts)
+        return model.maybe_distribute_model(model, plan, mesh)
     except (ValueError, RuntimeError) as error:
         raise ModelError(
             f"world size: expected one that shards {type(model).__name__}, got {world_size}: "

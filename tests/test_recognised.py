@@ -263,7 +263,7 @@ def test_rows_of_weights_that_a_mask_makes_zero_are_not_read(name, flip):
         return spellings.FINALIZE[name](rows, kept, index)
 
     data = inputs.make(torch.float32)
-    traced = assert_fused(tail(finalize), data)
+    traced = assert_fused(tail(finalize), data, ranks=1)
     assert "full([], -1, dtype=torch.int32" in traced.after[0]
     poisoned = data.rows.clone()
     entry = int((data.weights.flatten() < 0.5).nonzero()[0])

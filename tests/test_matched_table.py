@@ -1,0 +1,63 @@
+"""``docs/matched.md`` says what the tests' tables say; ``EXPECTTEST_ACCEPT=1`` writes it anew."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import spellings
+from families import FAMILIES
+from shared_places import PLACES
+from test_refused import CASES
+
+PAGE = Path(__file__).parent.parent / "docs" / "matched.md"
+
+FAMILIES_TEXT = """One layer over two ranks: fused tails without a finalize, the MoE tail by where
+its shared expert joins it, and the all_reduces that are left."""
+
+
+def table(*rows):
+    head, *body = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
+
+
+def page():
+    parts = (
+        "# What is matched and what is refused",
+        "Written from the tables that the tests run: see `tests/test_matched_table.py`.",
+        "## Spellings\n\nEach in bf16, fp16 and fp32, with numbers.",
+        table(
+            ("part", "spellings"),
+            ("finalize", "; ".join(spellings.FINALIZE)),
+            ("RMSNorm", "; ".join(spellings.NORMS)),
+            ("all_reduce", "; ".join(spellings.ALL_REDUCES)),
+        ),
+        "## Places of a shared expert",
+        table(
+            ("place", "finalize", "found as", "all_reduces"),
+            *(
+                (name, form, shared, f"{before} -> {after}")
+                for name, (_, (form, shared, before, after)) in PLACES.items()
+            ),
+        ),
+        "## Families of transformers\n\n" + FAMILIES_TEXT,
+        table(
+            ("family", "plain tails", "MoE tail", "left"),
+            *(
+                (name, str(f.plain), f.shared or "not fused", "; ".join(f.refused) or "none")
+                for name, f in FAMILIES.items()
+            ),
+        ),
+        "## Refused",
+        table(
+            ("reason", "tail"),
+            *((reason, f"`{name}`") for name, (_, reason) in CASES.items()),
+        ),
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def test_the_page_is_what_the_tests_say():
+    if os.environ.get("EXPECTTEST_ACCEPT") == "1":
+        PAGE.write_text(page())
+    assert PAGE.read_text() == page()

@@ -6,6 +6,7 @@ import inputs
 import pytest
 import spellings
 import torch
+from conftest import RECORDED_GRAPHS
 from custom_checks import clones
 from custom_dialect import OPS
 from expecttest import assert_expected_inline
@@ -13,7 +14,7 @@ from tracing import CEILING, Tracer
 
 from moe_fusion import FusionConfig
 
-pytestmark = pytest.mark.usefixtures("fake_group", "registered_ops")
+pytestmark = [pytest.mark.usefixtures("fake_group", "registered_ops"), RECORDED_GRAPHS]
 
 EPS = spellings.EPS
 

@@ -10,12 +10,13 @@ import inputs
 import pytest
 import spellings
 import torch
+from conftest import RECORDED_GRAPHS
 from expecttest import assert_expected_inline
 from tracing import CEILING, Tracer
 
 from moe_fusion import FusionConfig
 
-pytestmark = pytest.mark.usefixtures("fake_group")
+pytestmark = [pytest.mark.usefixtures("fake_group"), RECORDED_GRAPHS]
 
 
 def graphs(function, data=None):

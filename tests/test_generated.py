@@ -8,6 +8,7 @@ in the op and in the oracle. Some run on two real ranks, whose inputs differ.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -21,8 +22,9 @@ from tracing import trace
 import moe_fusion.op
 
 RANKS = 2
-EXAMPLES = 500
-NEAR_MISSES = 100
+IN_CI = os.environ.get("CI") == "true"  # a person who waits gets the first of the same examples
+EXAMPLES = 500 if IN_CI else 150
+NEAR_MISSES = 100 if IN_CI else 50
 REAL_EXAMPLES = 50
 MISSES = (
     "all_reduce read",

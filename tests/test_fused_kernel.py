@@ -8,7 +8,7 @@ from dataclasses import replace
 import interpreted_ranks as ranks
 import pytest
 import torch
-from rank_pool import interpreting_pool
+from rank_pool import RankPool, interpreting_pool
 from tail_cases import Case, assert_close, oracle, relative_error, tolerance
 
 from moe_fusion import reference
@@ -172,6 +172,22 @@ def test_a_row_is_bit_equal_in_batches_of_1_7_and_128(pools, tmp_path):
         rows[batch] = outputs[0]
     assert same_bits(rows[1], rows[7])
     assert same_bits(rows[1], rows[128])
+
+
+def test_fresh_processes_give_the_same_bits(tmp_path):
+    """A row does not depend on the run."""
+    outputs = []
+    for run in range(3):
+        folder = tmp_path / str(run)
+        folder.mkdir()
+        fresh = RankPool(2, TRITON_INTERPRET="1")
+        try:
+            workspace = make_workspace(fresh, folder)
+            outputs += fresh.run(ranks.run_cases, workspace, [Case(3, 264, top_k=4, seed=90)])
+        finally:
+            fresh.close()
+    assert_ranks_agree(outputs)
+    assert_close(Case(3, 264, top_k=4, seed=90), outputs[0][0], 2)
 
 
 def test_a_rank_that_overwrites_its_inputs_at_once_disturbs_no_peer(pool, workspace):

@@ -132,7 +132,10 @@ class FusionReport:
     def __str__(self) -> str:
         """The whole report, one line for each all_reduce."""
         if not self.graphs:
-            return "moe-fusion: no graph reached the pass (a cached graph does not)"
+            return (
+                "moe-fusion: no graph reached the pass; one that comes from the compile cache does "
+                "not (TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles anew)"
+            )
         change = f"all_reduces {self.all_reduces_before} -> {self.all_reduces_after}"
         lines = [f"moe-fusion: fused {self.fused} tails in {self.graphs} graphs, {change}"]
         lines += [f"  fused {site}" for site in self.sites]

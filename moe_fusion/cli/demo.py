@@ -32,7 +32,9 @@ def add_parser(subparsers: Any) -> None:
         description="Start the ranks, compile a small random model twice and compare.",
     )
     parser.add_argument("--model", choices=models.FAMILIES, default="mixtral", help="its family")
-    parser.add_argument("--world-size", type=int, default=2, metavar="W", help="ranks (2)")
+    parser.add_argument(
+        "--world-size", "--tp", dest="world_size", type=int, default=2, help="ranks (2)"
+    )
     models.add_arguments(parser)
     parser.add_argument(
         "--time-limit",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -243,6 +244,8 @@ def build_from_factory(path: str) -> BuiltModel:
     module_name, _, function_name = path.partition(":")
     if not module_name or not function_name:
         raise ModelError(f"factory: expected package.module:function, got {path!r}")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; a console script does not
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:

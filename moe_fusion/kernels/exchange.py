@@ -152,9 +152,7 @@ def _wait_and_sum_portable(
 ):
     word = tl.arange(0, 4 * U)
     mask = tl.reshape(tl.broadcast_to(inside[:, None], [U, 4]), [4 * U])
-    missing = _missing_ranks(address, rank_stride, word, mask, W)
-    while (missing != 0) & (clock_ns(BACKEND) < deadline):
-        missing = _missing_ranks(address, rank_stride, word, mask, W)
+    missing = _wait_portable(address, rank_stride, inside, deadline, BACKEND, U, W)
     total = tl.zeros([N], tl.float32)
     for rank in tl.static_range(W):
         pointer = (address + rank * rank_stride).to(tl.pointer_type(tl.int32)) + word

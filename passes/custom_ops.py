@@ -133,18 +133,7 @@ def register_rms_norm(
     """
     overload = _overload(op)
     places = _places(overload, ("norm",), ("norm",), mutates)
-    _register(
-        overload,
-        NormOp(
-            _tensor_argument(overload, "input", input),
-            None,
-            None if weight is None else _tensor_argument(overload, "weight", weight),
-            _argument(overload, "eps", eps),
-            _number("weight_bias", weight_bias),
-            places["norm"],
-            None,
-        ),
-    )
+    _register(overload, _norm_op(overload, (input, None, weight, eps), weight_bias, places))
 
 
 def register_add_rms_norm(
@@ -183,17 +172,25 @@ def register_add_rms_norm(
     """
     overload = _overload(op)
     places = _places(overload, ("norm", "residual"), tuple(returns), mutates)
-    _register(
-        overload,
-        NormOp(
-            _tensor_argument(overload, "input", input),
-            _tensor_argument(overload, "residual", residual),
-            None if weight is None else _tensor_argument(overload, "weight", weight),
-            _argument(overload, "eps", eps),
-            _number("weight_bias", weight_bias),
-            places["norm"],
-            places["residual"],
-        ),
+    _register(overload, _norm_op(overload, (input, residual, weight, eps), weight_bias, places))
+
+
+def _norm_op(
+    overload: OpOverload,
+    arguments: tuple[int | str, int | str | None, int | str | None, int | str],
+    weight_bias: float,
+    places: dict[str, int | str],
+) -> NormOp:
+    """The checked description, of (input, residual, weight, eps) and where the results are."""
+    input_, residual, weight, eps = arguments
+    return NormOp(
+        _tensor_argument(overload, "input", input_),
+        None if residual is None else _tensor_argument(overload, "residual", residual),
+        None if weight is None else _tensor_argument(overload, "weight", weight),
+        _argument(overload, "eps", eps),
+        _number("weight_bias", weight_bias),
+        places["norm"],
+        places.get("residual"),
     )
 
 

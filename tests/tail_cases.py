@@ -117,3 +117,14 @@ def assert_close(case: Case, got: tuple[torch.Tensor, torch.Tensor], world_size:
         assert value.shape == want.shape, (name, value.shape)
         error = relative_error(value, want)
         assert error <= tolerance(case.dtype, want.numel()), f"{name}: error {error:.2e} in {case}"
+
+
+def same_bits(left, right):
+    pairs = zip(left, right, strict=True)
+    return all(torch.equal(one.view(torch.uint8), two.view(torch.uint8)) for one, two in pairs)
+
+
+def assert_ranks_agree(outputs):
+    for other in outputs[1:]:
+        for one, two in zip(outputs[0], other, strict=True):
+            assert same_bits(one, two)

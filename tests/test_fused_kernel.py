@@ -9,7 +9,15 @@ import interpreted_ranks as ranks
 import pytest
 import torch
 from rank_pool import RankPool, interpreting_pool
-from tail_cases import Case, assert_close, oracle, relative_error, tolerance
+from tail_cases import (
+    Case,
+    assert_close,
+    assert_ranks_agree,
+    oracle,
+    relative_error,
+    same_bits,
+    tolerance,
+)
 
 from moe_fusion import reference
 from moe_fusion.buffers import slots_bytes
@@ -42,17 +50,6 @@ def pool(pools, request):
 @pytest.fixture
 def workspace(pool, tmp_path):
     return make_workspace(pool, tmp_path)
-
-
-def same_bits(left, right):
-    pairs = zip(left, right, strict=True)
-    return all(torch.equal(one.view(torch.uint8), two.view(torch.uint8)) for one, two in pairs)
-
-
-def assert_ranks_agree(outputs):
-    for other in outputs[1:]:
-        for one, two in zip(outputs[0], other, strict=True):
-            assert same_bits(one, two)
 
 
 def run_and_compare(pool, workspace, cases):

@@ -13,7 +13,15 @@ import pytest
 import torch
 from interpreted_ranks import special_sum
 from rank_pool import RankPool
-from tail_cases import TOLERANCE, Case, assert_close, oracle, relative_error
+from tail_cases import (
+    TOLERANCE,
+    Case,
+    assert_close,
+    assert_ranks_agree,
+    oracle,
+    relative_error,
+    same_bits,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,17 +48,6 @@ def pool(world, tmp_path):
     yield world
     if not world.broken:
         world.run(ranks.leave, timeout_s=60.0)
-
-
-def same_bits(left, right):
-    pairs = zip(left, right, strict=True)
-    return all(torch.equal(one.view(torch.uint8), two.view(torch.uint8)) for one, two in pairs)
-
-
-def assert_ranks_agree(outputs):
-    for other in outputs[1:]:
-        for one, two in zip(outputs[0], other, strict=True):
-            assert same_bits(one, two)
 
 
 def is_fused(pool, hidden_dim=7168, dtype=torch.bfloat16):

@@ -10,6 +10,7 @@ from moe_fusion.limits import PEER_TIMEOUT_DEFAULT_S, PEER_TIMEOUT_MAX_S
 
 ENV_PREFIX = "MOE_FUSION_"
 TAIL_KINDS = ("unfinalized", "finalized")
+VLLM_UNTESTED = "vllm_untested"  # a variable of the vLLM plugin, and no field
 
 
 def _env(name: str) -> str | None:
@@ -84,7 +85,7 @@ class FusionConfig:
 
     def __post_init__(self) -> None:
         """Validate every field and the names of the environment variables."""
-        _reject_unknown_variables(tuple(f.name for f in fields(self)))
+        _reject_unknown_variables((*(f.name for f in fields(self)), VLLM_UNTESTED))
         ceiling = self.token_ceiling
         if ceiling is not None and (type(ceiling) is not int or ceiling < 0):
             raise ConfigError("token_ceiling", "None or an int >= 0, in tokens", ceiling)

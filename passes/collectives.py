@@ -113,10 +113,19 @@ def _match_registered(node: Node, known: AllReduceOp) -> AllReduce | NoMatch:
         return NoMatch("the registered all_reduce is not of one tensor", node)
     if not same_shape(shape(partial), shape(node)) or dtype(partial) != dtype(node):
         return NoMatch("the registered all_reduce changes the shape or dtype", node)
-    group = _group_name(call.arguments[known.group], node)
+    group = _registered_group(call.arguments[known.group], node, known)
+    return group if isinstance(group, NoMatch) else AllReduce(node, (), partial, group)
+
+
+def _registered_group(value: object, collective: Node, known: AllReduceOp) -> str | NoMatch:
+    """torch.distributed's name of the group that a registered op is given."""
+    group = _group_name(value, collective)
     if isinstance(group, NoMatch):
         return group
-    return AllReduce(node, (), partial, dict(known.group_names).get(group, group))
+    try:
+        return known.group_name(group)
+    except LookupError as error:
+        return NoMatch(f"the group {group!r} is not known: {error}", collective)
 
 
 def _group_name(value: object, collective: Node) -> str | NoMatch:

@@ -7,8 +7,8 @@ registered here is found in a graph by :mod:`moe_fusion.passes.collectives` and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torch._ops import OpOverload, OpOverloadPacket
@@ -28,12 +28,25 @@ class AllReduceOp:
         group: the group.
         reduce_op: the reduction, which must then be ``"sum"``; None where the op has but one.
         group_names: what the op's names of groups are in torch.distributed, where they differ.
+        resolver: the module and name of ``resolve``, the same in every process.
+        resolve: finds torch.distributed's name of a group that ``group_names`` does not list.
     """
 
     input: str
     group: str
     reduce_op: str | None
     group_names: tuple[tuple[str, str], ...]
+    resolver: str
+    resolve: Callable[[str], str] = field(repr=False)
+
+    def group_name(self, name: str) -> str:
+        """torch.distributed's name of the group that the op calls ``name``.
+
+        Raises:
+            LookupError: the resolver knows no such group.
+        """
+        listed = dict(self.group_names)
+        return listed[name] if name in listed else self.resolve(name)
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,7 @@ class NormOp:
         weight_bias: added to the weight.
         norm_result: the normalised rows.
         sum_result: the residual sum, or None for an op that adds no residual.
+        requires: the arguments without which it is no such norm, and what each has to be.
     """
 
     input: str
@@ -59,6 +73,7 @@ class NormOp:
     weight_bias: float
     norm_result: int | str
     sum_result: int | str | None
+    requires: tuple[tuple[str, Any], ...]
 
 
 _Known = TypeVar("_Known", AllReduceOp, NormOp)
@@ -72,6 +87,7 @@ def register_all_reduce(
     group_arg: int | str,
     reduce_op_arg: int | str | None = None,
     group_names: Mapping[str, str] | None = None,
+    group_resolver: Callable[[str], str] | None = None,
 ) -> None:
     """Tell the pass that ``op`` returns the sum of a tensor over a group, complete.
 
@@ -85,9 +101,13 @@ def register_all_reduce(
         reduce_op_arg: the argument that holds the reduction, for an op that has several; a call is
             a sum where it is ``"sum"``.
         group_names: torch.distributed's name of each group that the op calls by another.
+        group_resolver: finds that name at compile time, for groups that ``group_names`` does not
+            list: a function of a module, from the op's name of a group. It raises ``LookupError``
+            for a group that it does not know; such an all_reduce is left alone.
 
     Raises:
-        TypeError: ``op`` is not an op, or an argument neither a name nor a position.
+        TypeError: ``op`` is not an op, an argument neither a name nor a position, or
+            ``group_resolver`` not a function of a module.
         ValueError: the op has no such argument, does not fit the description, or is registered as
             something else.
     """
@@ -99,8 +119,25 @@ def register_all_reduce(
         _argument(overload, "group_arg", group_arg),
         reduce_op,
         tuple(sorted((group_names or {}).items())),
+        _resolver_name(group_resolver),
+        group_resolver or _own_name,
     )
     _register(overload, known)
+
+
+def _own_name(group: str) -> str:
+    """The name of a group in torch.distributed where the op uses the same."""
+    return group
+
+
+def _resolver_name(resolver: Any) -> str:
+    """What identifies ``resolver`` in the compile cache's key, in any process."""
+    if resolver is None:
+        return ""
+    name = getattr(resolver, "__qualname__", "")
+    if not callable(resolver) or not name or "<" in name:
+        raise TypeError(f"group_resolver: expected a function of a module, got {resolver!r}")
+    return f"{resolver.__module__}.{name}"
 
 
 def register_rms_norm(
@@ -111,11 +148,13 @@ def register_rms_norm(
     eps: int | str,
     weight_bias: float = 0.0,
     mutates: Mapping[str, str] | None = None,
+    requires: Mapping[str, Any] | None = None,
 ) -> None:
     """Tell the pass that ``op`` is an RMSNorm over the last dimension.
 
     It computes ``input * rsqrt(mean(input ** 2) + eps) * (weight_bias + weight)``, whatever its
-    other arguments are. Register before compiling. The same registration again changes nothing.
+    other arguments are, but for those in ``requires``. Register before compiling. The same
+    registration again changes nothing.
 
     Args:
         op: the op, with its overload or meaning the default one.
@@ -125,6 +164,7 @@ def register_rms_norm(
         weight_bias: added to the weight: 1.0 for Gemma's norm.
         mutates: for an op that overwrites an argument and returns nothing, that argument's name:
             ``{"result": "norm"}``. Otherwise it returns the normalised tensor.
+        requires: what other arguments have to be for a call to be this norm, by name.
 
     Raises:
         TypeError: ``op`` is not an op, or an argument neither a name nor a position.
@@ -133,7 +173,8 @@ def register_rms_norm(
     """
     overload = _overload(op)
     places = _places(overload, ("norm",), ("norm",), mutates)
-    _register(overload, _norm_op(overload, (input, None, weight, eps), weight_bias, places))
+    arguments = (input, None, weight, eps)
+    _register(overload, _norm_op(overload, arguments, weight_bias, places, requires))
 
 
 def register_add_rms_norm(
@@ -146,6 +187,7 @@ def register_add_rms_norm(
     weight_bias: float = 0.0,
     returns: Sequence[str] = ("norm", "residual"),
     mutates: Mapping[str, str] | None = None,
+    requires: Mapping[str, Any] | None = None,
 ) -> None:
     """Tell the pass that ``op`` adds a residual and is an RMSNorm of the sum.
 
@@ -164,6 +206,7 @@ def register_add_rms_norm(
             rows, ``"residual"`` the sum.
         mutates: for an op that overwrites its arguments and returns nothing, what each holds
             afterwards: ``{"input": "norm", "residual": "residual"}``.
+        requires: what other arguments have to be for a call to be this norm, by name.
 
     Raises:
         TypeError: ``op`` is not an op, or an argument neither a name nor a position.
@@ -172,7 +215,8 @@ def register_add_rms_norm(
     """
     overload = _overload(op)
     places = _places(overload, ("norm", "residual"), tuple(returns), mutates)
-    _register(overload, _norm_op(overload, (input, residual, weight, eps), weight_bias, places))
+    arguments = (input, residual, weight, eps)
+    _register(overload, _norm_op(overload, arguments, weight_bias, places, requires))
 
 
 def _norm_op(
@@ -180,6 +224,7 @@ def _norm_op(
     arguments: tuple[int | str, int | str | None, int | str | None, int | str],
     weight_bias: float,
     places: dict[str, int | str],
+    requires: Mapping[str, Any] | None,
 ) -> NormOp:
     """The checked description, of (input, residual, weight, eps) and where the results are."""
     input_, residual, weight, eps = arguments
@@ -191,6 +236,7 @@ def _norm_op(
         _number("weight_bias", weight_bias),
         places["norm"],
         places.get("residual"),
+        tuple(sorted((_argument(overload, "requires", k), v) for k, v in (requires or {}).items())),
     )
 
 

@@ -40,14 +40,25 @@ class MoEFusionPass(CustomGraphPass):
     Args:
         config: what to fuse; None takes the environment and the defaults.
         render: keep the text of the graph around each tail, before and after, in the report.
+        served: the numbers of tokens that the graphs serve, for a compiler that drops guards. No
+            guard is recorded then: where the range crosses the token ceiling, the op chooses its
+            path in each call.
 
     Attributes:
         report: what the pass has done so far.
+        served: as above; may be set before each call.
     """
 
-    def __init__(self, config: FusionConfig | None = None, *, render: bool = False) -> None:
+    def __init__(
+        self,
+        config: FusionConfig | None = None,
+        *,
+        render: bool = False,
+        served: range | None = None,
+    ) -> None:
         self.config = FusionConfig() if config is None else config
         self.render = render
+        self.served = served
         self.report = FusionReport()
 
     def __call__(self, graph: Graph) -> None:
@@ -84,7 +95,7 @@ class MoEFusionPass(CustomGraphPass):
     def _visit(self, graph: Graph, node: Node, index: int, backward: NoMatch | None) -> None:
         match = backward or match_tail(node)
         refusal: NoMatch | Refusal | None
-        refusal = match if isinstance(match, NoMatch) else refuse(match, self.config)
+        refusal = match if isinstance(match, NoMatch) else refuse(match, self.config, self.served)
         if refusal is None:
             assert isinstance(match, Tail)
             refusal = self._fuse(graph, match, index)

@@ -35,8 +35,14 @@ def has_backward(graph: Graph) -> bool:
     )
 
 
-def refuse(tail: Tail, config: FusionConfig) -> Refusal | None:
-    """The reason why ``tail`` may not be fused, or None; may record a guard on T."""
+def refuse(tail: Tail, config: FusionConfig, served: range | None = None) -> Refusal | None:
+    """The reason why ``tail`` may not be fused, or None; may record a guard on T.
+
+    Args:
+        tail: what was matched.
+        config: the configuration.
+        served: the sizes of a symbolic T that the graph serves; with it no guard is recorded.
+    """
     if tail.kind not in config.fuse:
         return Refusal(f"the configuration does not fuse {tail.kind} tails: fuse={config.fuse}")
     try:
@@ -50,29 +56,40 @@ def refuse(tail: Tail, config: FusionConfig) -> Refusal | None:
         return refusal
     ceiling = token_ceiling(tail.hidden_dim, tail.dtype, topology, config)
     return (
-        None if under_ceiling(tail.num_tokens, ceiling) else over_ceiling(tail.num_tokens, ceiling)
+        None
+        if under_ceiling(tail.num_tokens, ceiling, served)
+        else over_ceiling(tail.num_tokens, ceiling)
     )
 
 
-def under_ceiling(num_tokens: Size, ceiling: int) -> bool:
+def under_ceiling(num_tokens: Size, ceiling: int, served: range | None = None) -> bool:
     """Whether this graph only ever sees batches that the op may take.
 
     A symbolic size is decided by a guard, never by its hint: the graph for small batches is fused,
     a larger batch compiles once more, unfused, and both stay cached. Where the user declared a
     range that crosses the ceiling a guard would contradict it, so the op is used for the whole
-    range and chooses its path in each call.
+    range and chooses its path in each call. So it does where the compiler keeps no guards and says
+    which sizes it ``served`` instead, if the smallest is under the ceiling.
     """
-    if ceiling == 0:
-        return False
-    if not isinstance(num_tokens, SymInt):
-        return num_tokens <= ceiling
+    if ceiling == 0 or not isinstance(num_tokens, SymInt):
+        return ceiling > 0 and num_tokens <= ceiling
     if statically_known_true(num_tokens <= ceiling):
         return True
     if statically_known_true(num_tokens > ceiling):
         return False
+    if served is not None:
+        return _serves_few(num_tokens, ceiling, served)
     if declared_range(num_tokens):
         return True
     return bool(guard_or_false(num_tokens <= ceiling))
+
+
+def _serves_few(num_tokens: SymInt, ceiling: int, served: range) -> bool:
+    """Whether some of the ``served`` sizes are under the ceiling, as far as is known.
+
+    They are sizes of one symbol; what else is computed from it is not looked into.
+    """
+    return not num_tokens.node.expr.is_symbol or served.start <= ceiling
 
 
 def declared_range(size: SymInt) -> bool:

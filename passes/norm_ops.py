@@ -37,6 +37,10 @@ def _norm_of_op(known: NormOp, call: OpCall, rows: Node) -> Norm | NoMatch:
     if eps is None:
         found = call.arguments[known.eps]
         return NoMatch(f"{name}'s eps is {found}: expected a constant", call.node)
+    for argument, value in known.requires:
+        if call.arguments[argument] != value:
+            found = call.arguments[argument]
+            return NoMatch(f"{name}'s {argument} is {found}: expected {value}", call.node)
     given = None if known.weight is None else call.arguments[known.weight]
     weight = None if given is None else as_weight(given, shape(rows)[-1])
     if given is not None and weight is None:

@@ -1,0 +1,1 @@
+"""The pass inside other people's programs; imported by them, never by the package."""

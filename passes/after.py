@@ -62,7 +62,7 @@ class After:
     Attributes:
         residual_sum: what is normalised, and where it is computed.
         norm: the RMSNorm.
-        residual: what was added last, in the dtype of ``residual_sum``, or None.
+        residual: what was added last, no wider than ``residual_sum``, or None.
         replicated: what else was added after the reduction.
         output_scale: multiplies the reduced sum.
         merged: other all_reduces whose sums were added to this one's.
@@ -284,6 +284,8 @@ def _take_residual(path: _Path, wanted: torch.dtype) -> Node | NoMatch | None:
     for candidate in (node, strip_casts(node)):
         if dtype(candidate) == wanted:
             return candidate
+    if wanted == torch.float32:
+        return node  # the add widens it
     return NoMatch(f"the residual is {dtype(node)} but its sum is read rounded to {wanted}", node)
 
 

@@ -70,6 +70,7 @@ def _sized_before(place: Node, views: Iterable[Node]) -> list[Node]:
 
 def _emit_call(emit: Emitter, tail: Tail) -> Node:
     after = tail.after
+    residual = after.residual
     routed, weights, index, shared = _emit_partial(emit, tail)
     replicated = [emit.scaled(emit.rows(strip_casts(a.node)), a.scale) for a in after.replicated]
     norm_weight = after.norm.weight
@@ -82,7 +83,7 @@ def _emit_call(emit: Emitter, tail: Tail) -> Node:
         index,
         shared,
         emit.total(replicated),
-        None if after.residual is None else emit.rows(after.residual),
+        None if residual is None else emit.cast(emit.rows(residual), after.residual_dtype),
         norm_weight,
         after.norm.eps,
         after.norm.weight_bias,

@@ -73,7 +73,8 @@ def test_an_unknown_variable_is_an_error_that_lists_the_known_ones(monkeypatch):
             FusionConfig(**arguments)
         assert str(caught.value) == (
             "environment variable: expected one of MOE_FUSION_FUSE, MOE_FUSION_PEER_TIMEOUT_S, "
-            "MOE_FUSION_STRICT, MOE_FUSION_TOKEN_CEILING, got 'MOE_FUSION_TOKEN_CIELING'"
+            "MOE_FUSION_STRICT, MOE_FUSION_TOKEN_CEILING, MOE_FUSION_VLLM_UNTESTED, "
+            "got 'MOE_FUSION_TOKEN_CIELING'"
         )
 
 

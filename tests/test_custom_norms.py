@@ -264,3 +264,32 @@ def test_a_weight_that_is_not_one_row():
         return OPS.rms_norm(total, shared, EPS), total
 
     left(function, "dialect.rms_norm's weight is not one row")
+
+
+def test_an_argument_that_is_required():
+    """A call is the norm that was registered only where the argument has that value."""
+    moe_fusion.unregister_op(OPS.rms_norm)
+    moe_fusion.register_rms_norm(
+        OPS.rms_norm, input="input", weight=None, eps=2, requires={"weight": None}
+    )
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        total = residual + routed(rows, weights, index)
+        return OPS.rms_norm(total, None, EPS), total
+
+    assert_fused(function, inputs.make())
+
+    def weighted(rows, weights, index, shared, residual, norm_weight):
+        total = residual + routed(rows, weights, index)
+        return OPS.rms_norm(total, norm_weight, EPS), total
+
+    reason = "dialect.rms_norm's weight is arg5_1: expected None"
+    assert_left(weighted, inputs.make(), reason)
+
+
+def test_an_argument_that_is_required_has_to_exist():
+    moe_fusion.unregister_op(OPS.rms_norm)
+    with pytest.raises(ValueError, match=r"requires: expected one of .*, got 'size'"):
+        moe_fusion.register_rms_norm(
+            OPS.rms_norm, input="input", weight="weight", eps=2, requires={"size": None}
+        )

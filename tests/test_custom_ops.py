@@ -68,6 +68,32 @@ def test_a_group_that_the_op_calls_by_another_name():
     assert_fused(function, inputs.make(), group="0")
 
 
+def torch_name(group):
+    return {"tp:0": "0"}[group]
+
+
+def test_a_group_that_a_function_finds():
+    moe_fusion.register_all_reduce(
+        OPS.tp_all_reduce, group_arg="group_name", group_resolver=torch_name
+    )
+    assert_fused(tail(lambda x: OPS.tp_all_reduce(x, "tp:0")), inputs.make(), group="0")
+    reason = "the group '0' is not known: '0'"
+    assert_left(tail(lambda x: OPS.tp_all_reduce(x, "0")), inputs.make(), reason)
+    (text,) = custom_ops.registrations()
+    assert f"resolver='{__name__}.torch_name'" in text
+    assert "0x" not in text  # no address: the same in every process
+
+
+def test_a_listed_group_is_not_looked_up():
+    names = {"tp:1": "0"}
+    moe_fusion.register_all_reduce(
+        OPS.tp_all_reduce, group_arg=1, group_names=names, group_resolver=torch_name
+    )
+    for group in ("tp:0", "tp:1"):
+        known = custom_ops._registered[OPS.tp_all_reduce.default]
+        assert known.group_name(group) == "0"
+
+
 def test_a_registered_all_reduce_of_the_shared_expert_is_merged():
     moe_fusion.register_all_reduce(OPS.all_reduce, group_arg="group_name")
 
@@ -167,6 +193,16 @@ def test_the_uuid_covers_registrations():
             (OPS.all_reduce, {"group_arg": 0, "input_arg": 1}),
             ValueError,
             "input_arg: expected a Tensor argument, got 'group_name' of type str",
+        ),
+        (
+            (OPS.all_reduce, {"group_arg": 1, "group_resolver": lambda name: name}),
+            TypeError,
+            "group_resolver: expected a function of a module, got <function",
+        ),
+        (
+            (OPS.all_reduce, {"group_arg": 1, "group_resolver": "0"}),
+            TypeError,
+            "group_resolver: expected a function of a module, got '0'",
         ),
         (
             (torch.ops.aten.native_layer_norm, {"group_arg": 1}),

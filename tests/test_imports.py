@@ -12,7 +12,15 @@ import moe_fusion
 
 ROOT = Path(__file__).resolve().parents[1]
 
-HEAVY = ("triton", "transformers", "sympy", "torch._inductor", "torch._dynamo", "moe_fusion.passes", "moe_fusion.integrations")
+HEAVY = (
+    "triton",
+    "transformers",
+    "sympy",
+    "torch._inductor",
+    "torch._dynamo",
+    "moe_fusion.passes",
+    "moe_fusion.integrations",
+)
 EAGER = """
 import sys
 import moe_fusion

@@ -108,7 +108,7 @@ def native_norm(x, residual, weight):
 
 
 def native_add_norm(x, residual, weight):
-    """The norm written out as vLLM does without custom ops: it reads the sum before it is rounded."""
+    """Both written out, as vLLM does without custom ops: the norm reads the sum unrounded."""
     wide = x.to(torch.float64) if x.dtype == torch.float64 else x.to(torch.float32)
     wide = wide + residual
     total = wide.to(x.dtype)

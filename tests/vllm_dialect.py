@@ -69,9 +69,7 @@ _define(
     "all_reduce(Tensor tensor, str group_name) -> Tensor",
     lambda tensor, group_name: tensor.clone(),
 )
-_define(
-    "vllm", f"moe_forward(Tensor(a0!) hidden_states, {_EXPERTS}) -> Tensor", _moe_forward
-)
+_define("vllm", f"moe_forward(Tensor(a0!) hidden_states, {_EXPERTS}) -> Tensor", _moe_forward)
 _define(
     "vllm",
     f"moe_forward_shared(Tensor hidden_states, {_EXPERTS}) -> (Tensor, Tensor)",
@@ -96,8 +94,7 @@ _define(
 )
 _define(
     "_C",
-    "fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor? weight, float epsilon) "
-    "-> ()",
+    "fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor? weight, float epsilon) -> ()",
     _c_fused_add_rms_norm,
     _nothing,
 )

@@ -137,9 +137,7 @@ def _ir_add_rms_norm(op: Any) -> None:
 
 
 def _c_rms_norm(op: Any) -> None:
-    register_rms_norm(
-        op, input="input", weight="weight", eps="epsilon", mutates={"result": "norm"}
-    )
+    register_rms_norm(op, input="input", weight="weight", eps="epsilon", mutates={"result": "norm"})
 
 
 def _c_add_rms_norm(op: Any) -> None:

@@ -13,12 +13,11 @@ from moe_fusion.integrations.vllm import device_group_names
 from moe_fusion.passes.fusion_pass import MoEFusionPass
 from moe_fusion.passes.report import FusionReport
 
-
 # What a graph serves in those of vLLM's modes that compile one graph and tell no range.
 ANY_TOKENS = range(1, sys.maxsize)
 
 
-class VllmFusionPass(InductorPass):
+class VllmFusionPass(InductorPass):  # type: ignore[misc]  # mypy does not follow vLLM
     """Fuses tails in a graph that vLLM compiles for a range of numbers of tokens.
 
     vLLM drops the guards of what it compiles, so the pass records none: which tails are fused
@@ -58,7 +57,7 @@ class VllmFusionPass(InductorPass):
             "groups": device_group_names(),
             "then": None if self.then is None else str(self.then.uuid()),
         }
-        return self.hash_dict(facts)
+        return str(self.hash_dict(facts))
 
 
 def _compile_range() -> Any:

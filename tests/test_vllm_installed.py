@@ -195,6 +195,19 @@ def test_a_mode_without_vllms_lowering_is_left():
     assert reason == f"{norm} comes between the all_reduce and the norm"
 
 
+@pytest.mark.usefixtures("vllm_group")
+def test_vllms_cache_serves_the_fused_graphs_under_the_same_settings_only(monkeypatch):
+    for graphs in (1, 0):
+        config = configure()
+        run(config, (5, 40), fused=(5, 40))
+        assert our_pass(config).report.graphs == graphs
+        torch._dynamo.reset()
+    monkeypatch.setenv("MOE_FUSION_TOKEN_CEILING", "0")
+    config = configure()
+    run(config, (5, 40), fused=())
+    assert our_pass(config).report.graphs == 1
+
+
 def test_the_configuration_holds_the_pass_and_its_key():
     config = configure()
     passes = config.compilation_config.inductor_compile_config

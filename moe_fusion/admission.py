@@ -44,7 +44,7 @@ def capacity_bytes(
     With the table's ceilings it is the same for every H, so one workspace serves all layers.
     """
     if config.token_ceiling is None:
-        return limits.PARTIAL_CEILING_BYTES.get(topology.world_size, 0)
+        return limits.default_partial_bytes(topology.world_size, dtype)
     return config.token_ceiling * hidden_dim * dtype.itemsize
 
 

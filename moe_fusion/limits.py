@@ -6,6 +6,8 @@ A new limit goes here, is tested by :mod:`moe_fusion.admission`, and has one row
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 FUSED_WORLD_SIZES = (2, 4, 8)
@@ -29,10 +31,65 @@ TOP_K_MAX_EXPERTS = 32
 TOKEN_CEILING_MAX_TOKENS = 512
 # Source: the workspace for it at H = 16384, W = 8, fp32 is 3 x 256 MiB a rank.
 
-PARTIAL_CEILING_BYTES = {2: 2 << 20, 4: 1 << 20, 8: 256 << 10}
-# Source: bytes of one rank's partial [T, H] up to which a fused kernel was seen to win, by world
-# size: 2 and 4 from prototype timings on one H200 (T <= 128 and T <= 64 at H = 7168, bf16); 8 from
-# vLLM issue 44079, where the fused all-reduce-norm loses from 256 KiB on at TP 8 on H200.
+
+@dataclass(frozen=True)
+class TokenCeiling:
+    """One row of the table of token ceilings.
+
+    Attributes:
+        world_size: W, ranks in the group.
+        hidden_dim: H, elements in a row.
+        dtypes: the activation dtypes that the row is for.
+        tokens: the largest T for which the fused kernel is to be used.
+        source: where the number comes from.
+    """
+
+    world_size: int
+    hidden_dim: int
+    dtypes: tuple[torch.dtype, ...]
+    tokens: int
+    source: str
+
+
+_16_BIT = (torch.bfloat16, torch.float16)
+_32_BIT = (torch.float32,)
+_W2 = "2 MiB a partial: a prototype on one H200 won up to T = 128 at H = 7168, bf16"
+_W4 = "1 MiB a partial: a prototype on one H200 won up to T = 64 at H = 7168, bf16"
+_W8 = "256 KiB a partial: from there on the fused all-reduce-norm of vLLM issue 44079 loses (H200)"
+
+TOKEN_CEILINGS = (
+    TokenCeiling(2, 2048, _16_BIT, 512, _W2),
+    TokenCeiling(2, 2880, _16_BIT, 364, _W2),
+    TokenCeiling(2, 4096, _16_BIT, 256, _W2),
+    TokenCeiling(2, 7168, _16_BIT, 146, _W2),
+    TokenCeiling(2, 16384, _16_BIT, 64, _W2),
+    TokenCeiling(4, 2048, _16_BIT, 256, _W4),
+    TokenCeiling(4, 2880, _16_BIT, 182, _W4),
+    TokenCeiling(4, 4096, _16_BIT, 128, _W4),
+    TokenCeiling(4, 7168, _16_BIT, 73, _W4),
+    TokenCeiling(4, 16384, _16_BIT, 32, _W4),
+    TokenCeiling(8, 2048, _16_BIT, 64, _W8),
+    TokenCeiling(8, 2880, _16_BIT, 45, _W8),
+    TokenCeiling(8, 4096, _16_BIT, 32, _W8),
+    TokenCeiling(8, 7168, _16_BIT, 18, _W8),
+    TokenCeiling(8, 16384, _16_BIT, 8, _W8),
+    TokenCeiling(2, 2048, _32_BIT, 256, _W2),
+    TokenCeiling(2, 2880, _32_BIT, 182, _W2),
+    TokenCeiling(2, 4096, _32_BIT, 128, _W2),
+    TokenCeiling(2, 7168, _32_BIT, 73, _W2),
+    TokenCeiling(2, 16384, _32_BIT, 32, _W2),
+    TokenCeiling(4, 2048, _32_BIT, 128, _W4),
+    TokenCeiling(4, 2880, _32_BIT, 91, _W4),
+    TokenCeiling(4, 4096, _32_BIT, 64, _W4),
+    TokenCeiling(4, 7168, _32_BIT, 36, _W4),
+    TokenCeiling(4, 16384, _32_BIT, 16, _W4),
+    TokenCeiling(8, 2048, _32_BIT, 32, _W8),
+    TokenCeiling(8, 2880, _32_BIT, 22, _W8),
+    TokenCeiling(8, 4096, _32_BIT, 16, _W8),
+    TokenCeiling(8, 7168, _32_BIT, 9, _W8),
+    TokenCeiling(8, 16384, _32_BIT, 4, _W8),
+)
+# Source: each row's own. Within one W and dtype, tokens must not rise with H (docs/guards.md).
 
 SLOTS_OF_A_WORKSPACE = 3
 # Source: with two, a peer's next rows can land in a slot that is yet to be cleared
@@ -51,12 +108,25 @@ BUILD_TIMEOUT_S = 5.0
 BALLOT_POLL_INTERVAL_S = 0.005
 # Source: a store answers in about 0.1 ms, and a vote happens once for each group.
 
+ANSWER_GRACE_S = 1.0
+# Source: far above the time between ranks that start a compile together, far below a compile; a
+# rank waits for it once, where it would otherwise not use the compile caches.
+
 COMPUTE_CAPABILITY_MIN = (8, 0)
 # Source: the oldest target that the kernels are compiled for in tests (bf16 arithmetic).
 
 
+def ceilings_for(world_size: int, dtype: torch.dtype) -> tuple[TokenCeiling, ...]:
+    """The rows of the table for one world size and dtype, from the narrowest H to the widest."""
+    rows = (r for r in TOKEN_CEILINGS if r.world_size == world_size and dtype in r.dtypes)
+    return tuple(sorted(rows, key=lambda row: row.hidden_dim))
+
+
 def default_token_ceiling(world_size: int, hidden_dim: int, dtype: torch.dtype) -> int:
     """Tokens up to which the fused path is used by default.
+
+    An H that has no row takes the bytes of the next wider row, and no more tokens than the next
+    narrower one, so that the ceiling never rises with H. Beyond the widest row its bytes hold.
 
     Args:
         world_size: ranks in the tensor-parallel group.
@@ -64,7 +134,18 @@ def default_token_ceiling(world_size: int, hidden_dim: int, dtype: torch.dtype) 
         dtype: the activation dtype.
 
     Returns:
-        The ceiling in tokens; 0 for a world size that has no fused path.
+        The ceiling in tokens; 0 for a world size or dtype that has no row.
     """
-    budget = PARTIAL_CEILING_BYTES.get(world_size, 0)
-    return min(budget // (hidden_dim * dtype.itemsize), TOKEN_CEILING_MAX_TOKENS)
+    rows = ceilings_for(world_size, dtype)
+    if not rows:
+        return 0
+    narrower = [row.tokens for row in rows if row.hidden_dim <= hidden_dim]
+    wider = next((row for row in rows if row.hidden_dim >= hidden_dim), rows[-1])
+    most = min([TOKEN_CEILING_MAX_TOKENS, *narrower])
+    return min(most, wider.tokens * wider.hidden_dim // hidden_dim)
+
+
+def default_partial_bytes(world_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one rank's partial [T, H] at the default ceiling, at most, whatever H is."""
+    rows = ceilings_for(world_size, dtype)
+    return max((row.tokens * row.hidden_dim * dtype.itemsize for row in rows), default=0)

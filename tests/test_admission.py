@@ -120,7 +120,7 @@ def test_the_refusal_of_a_large_batch():
         over_ceiling(33, 32).reason = ""
 
 
-# Rows are W, columns H; T * H * itemsize of one partial is at most 2 MiB, 1 MiB and 256 KiB.
+# Rows are W, columns H.
 HIDDEN = (64, 2048, 2880, 4096, 7168, 16384)
 DEFAULT_CEILINGS = {
     BF16: {
@@ -168,6 +168,62 @@ def test_ceilings_fall_with_hidden_size_width_and_world_size():
                 limits.default_token_ceiling(world_size, hidden, dtype) for dtype in (BF16, FP32)
             )
             assert wide <= narrow
+
+
+def test_the_table_has_one_row_for_each_kind_and_a_source_for_each_row():
+    kinds = [
+        (row.world_size, row.hidden_dim, dtype)
+        for row in limits.TOKEN_CEILINGS
+        for dtype in row.dtypes
+    ]
+    assert len(kinds) == len(set(kinds))
+    assert {kind[0] for kind in kinds} == set(limits.FUSED_WORLD_SIZES)
+    assert {kind[2] for kind in kinds} == set(limits.DTYPES)
+    for row in limits.TOKEN_CEILINGS:
+        assert row.source
+        assert 1 <= row.tokens <= limits.TOKEN_CEILING_MAX_TOKENS
+        for dtype in row.dtypes:
+            assert admit(row.hidden_dim, dtype, Topology(row.world_size, "cpu")) is None
+            found = limits.default_token_ceiling(row.world_size, row.hidden_dim, dtype)
+            assert found == row.tokens
+
+
+@pytest.fixture
+def two_rows(monkeypatch):
+    """A table whose bytes rise with H, as a measurement may give them."""
+    rows = [(1024, 40), (4096, 30)]
+    table = [limits.TokenCeiling(2, hidden, (BF16,), tokens, "test") for hidden, tokens in rows]
+    monkeypatch.setattr(limits, "TOKEN_CEILINGS", tuple(reversed(table)))
+
+
+@pytest.mark.usefixtures("two_rows")
+@pytest.mark.parametrize(
+    ("hidden", "ceiling"),
+    [
+        (16, 512),  # at most the largest of all
+        (512, 80),  # the bytes of the narrowest row
+        (1024, 40),
+        (1032, 40),  # the bytes of the next wider row are 119 tokens: no more than a narrower H
+        (3072, 40),
+        (3584, 34),  # the bytes of the next wider row
+        (4096, 30),
+        (8192, 15),  # beyond the widest row its bytes hold
+        (16384, 7),
+    ],
+)
+def test_a_hidden_size_between_the_rows(hidden, ceiling):
+    assert limits.default_token_ceiling(2, hidden, BF16) == ceiling
+    assert ceiling * hidden * BF16.itemsize <= limits.default_partial_bytes(2, BF16)
+
+
+@pytest.mark.usefixtures("two_rows")
+def test_what_has_no_row_has_no_ceiling():
+    for world_size, dtype in ((2, FP16), (4, BF16)):
+        assert limits.default_token_ceiling(world_size, 1024, dtype) == 0
+        assert limits.default_partial_bytes(world_size, dtype) == 0
+    widths = range(16, limits.HIDDEN_DIM_MAX_ELEMENTS + 1, 8)
+    row = [limits.default_token_ceiling(2, hidden, BF16) for hidden in widths]
+    assert row == sorted(row, reverse=True)
 
 
 def test_a_configured_ceiling_takes_the_place_of_the_table():

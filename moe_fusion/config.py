@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass, field, fields
 
 from moe_fusion.errors import ConfigError
@@ -72,7 +73,8 @@ class FusionConfig:
         strict: a refused tail whose partial comes from a MoE producer raises ``UnfusedTailError``
             at compile time instead of being counted. ``MOE_FUSION_STRICT=1``.
         peer_timeout_s: how long a kernel waits for a peer's rows, in seconds; then its outputs are
-            NaN and the next call raises ``PeerTimeoutError``. ``MOE_FUSION_PEER_TIMEOUT_S=30``.
+            NaN and the next call raises ``PeerTimeoutError``. Also how long a compile waits for a
+            peer's answer; then the group's tails stay unfused. ``MOE_FUSION_PEER_TIMEOUT_S=30``.
 
     Raises:
         ConfigError: a field or variable has a wrong value, or a variable is unknown.
@@ -108,16 +110,37 @@ def _reject_unknown_variables(known: tuple[str, ...]) -> None:
             raise ConfigError("environment variable", expected, variable)
 
 
-_active: FusionConfig | None = None
+_of_process: FusionConfig | None = None
+_of_threads: dict[int, FusionConfig] = {}
+
+
+def _thread() -> int:
+    return threading.get_ident()
+
+
+# Dynamo must not trace into the interpreter: in a compiled producer this is a constant.
+vars(_thread)["_dynamo_marked_constant"] = True
 
 
 def active_config() -> FusionConfig:
-    """The configuration in force: that of ``install`` or ``fusing``, else the defaults."""
-    return _active or FusionConfig()
+    """The configuration in force: this thread's, of ``fusing``; that of ``install``; the defaults.
+
+    The kernels of a compiled model may be called from another thread than compiled it, so
+    ``install`` counts for all threads; ``fusing`` blocks of two threads do not meet.
+    """
+    return _of_threads.get(_thread()) or _of_process or FusionConfig()
 
 
 def set_active_config(config: FusionConfig | None) -> FusionConfig | None:
-    """Make ``config`` the active one (``None``: the defaults) and return the previous one."""
-    global _active
-    previous, _active = _active, config
+    """Make ``config`` the process's (``None``: the defaults) and return the previous one."""
+    global _of_process
+    previous, _of_process = _of_process, config
+    return previous
+
+
+def set_thread_config(config: FusionConfig | None) -> FusionConfig | None:
+    """Make ``config`` this thread's (``None``: the process's) and return the previous one."""
+    previous = _of_threads.pop(_thread(), None)
+    if config is not None:
+        _of_threads[_thread()] = config
     return previous

@@ -7,6 +7,7 @@ our own pass and keeps theirs.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
-from moe_fusion.config import FusionConfig, set_active_config
+from moe_fusion.config import FusionConfig, set_active_config, set_thread_config
 from moe_fusion.passes.fusion_pass import MoEFusionPass
 from moe_fusion.passes.guards import has_backward
 from moe_fusion.passes.report import FusionReport
@@ -49,9 +50,10 @@ class ChainedPass(CustomGraphPass):
                 theirs(graph)
 
     def uuid(self) -> Any:
-        """All identities together; None, which turns caching off, where one of theirs has none."""
-        uuids = [getattr(theirs, "uuid", lambda: None)() for theirs in self.theirs]
-        return (self.ours.uuid(), *uuids) if all(uuids) else None
+        """All identities together; None, which turns caching off, where one of them has none."""
+        passes = (self.ours, *self.theirs)
+        uuids = tuple(getattr(each, "uuid", lambda: None)() for each in passes)
+        return uuids if all(uuids) else None
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,18 @@ class _Installed:
     put: Any
 
 
-_installed: _Installed | None = None
+class _Thread(threading.local):
+    """What one thread has put into the slot: from torch 2.13 on the slot is a thread's own too."""
+
+    installed: _Installed | None = None
+    blocks = 0
+
+    def configure(self, config: FusionConfig | None) -> FusionConfig | None:
+        """Make ``config`` that of the block that this thread is in, else the process's."""
+        return set_thread_config(config) if self.blocks else set_active_config(config)
+
+
+_thread = _Thread()
 
 
 def _others(slot: Any) -> tuple[Any, ...]:
@@ -82,7 +95,7 @@ def _put(ours: MoEFusionPass) -> _Installed:
     theirs = _others(slot)
     put = ChainedPass(ours, theirs) if theirs else ours
     setattr(inductor_config, _SLOT, put)
-    return _Installed(slot, set_active_config(ours.config), put)
+    return _Installed(slot, _thread.configure(ours.config), put)
 
 
 def _restore(previous: _Installed) -> None:
@@ -90,13 +103,16 @@ def _restore(previous: _Installed) -> None:
     slot = getattr(inductor_config, _SLOT)
     shared = isinstance(slot, (list, tuple)) and slot is not previous.put
     setattr(inductor_config, _SLOT, type(slot)(_others(slot)) if shared else previous.slot)
-    set_active_config(previous.config)
+    _thread.configure(previous.config)
 
 
 def install(config: FusionConfig | None = None) -> FusionReport:
-    """Fuse tails in everything that is compiled from now on, in this process.
+    """Fuse tails in everything that is compiled from now on.
 
-    Models that were compiled before stay as they are until ``torch._dynamo.reset()``.
+    Models that were compiled before stay as they are until ``torch._dynamo.reset()``. From torch
+    2.13 on Inductor's settings, the slot among them, are those of one thread: a server that
+    compiles in several threads calls this in each. Call it after ``init_process_group`` and, on
+    CUDA, after the device is chosen: the ranks then tell each other at once what they will do.
 
     Args:
         config: what to fuse; None takes the environment (``MOE_FUSION_*``) and the defaults.
@@ -107,24 +123,22 @@ def install(config: FusionConfig | None = None) -> FusionReport:
     Raises:
         ConfigError: the environment has a wrong or unknown ``MOE_FUSION_*`` variable.
     """
-    global _installed  # noqa: PLW0603 - Inductor's slot is one for the process too
     ours = MoEFusionPass(config)
-    new = _put(ours)
-    _installed = new if _installed is None else replace(_installed, put=new.put)
+    new, before = _put(ours), _thread.installed
+    _thread.installed = new if before is None else replace(before, put=new.put)
     return ours.report
 
 
 def uninstall() -> None:
-    """Put back what was in the slot before ``install``; nothing happens if it was not called."""
-    global _installed  # noqa: PLW0603 - as above
-    if _installed is not None:
-        _restore(_installed)
-        _installed = None
+    """Put back what was in the slot before this thread called ``install``, if it did."""
+    if _thread.installed is not None:
+        _restore(_thread.installed)
+        _thread.installed = None
 
 
 @contextmanager
 def fusing(config: FusionConfig | None = None, *, render: bool = False) -> Iterator[FusionReport]:
-    """Fuse tails in what is compiled inside the block, then restore the slot exactly.
+    """Fuse tails in what this thread compiles inside the block, then restore the slot exactly.
 
     ``torch.compile`` compiles at the first call, so that call must be inside the block.
 
@@ -134,13 +148,17 @@ def fusing(config: FusionConfig | None = None, *, render: bool = False) -> Itera
 
     Yields:
         The report, which fills as graphs are compiled.
+
+    Raises:
+        ConfigError: the environment has a wrong or unknown ``MOE_FUSION_*`` variable.
     """
-    global _installed  # noqa: PLW0603 - as above
     ours = MoEFusionPass(config, render=render)
-    previous, installed = _put(ours), _installed
+    _thread.blocks += 1
+    previous, installed = _put(ours), _thread.installed
     try:
         yield ours.report
     finally:
         _restore(previous)
+        _thread.blocks -= 1
         # An install() inside the block goes with it: to undo it later would put our pass back.
-        _installed = installed
+        _thread.installed = installed

@@ -37,21 +37,28 @@ class Ballot:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+def difference(one: tuple[int, dict[str, Any]], two: tuple[int, dict[str, Any]]) -> str | None:
+    """The first fact that two ranks do not share, one sentence; each is its rank and its facts."""
+    (first_rank, first), (rank, facts) = one, two
+    for name in sorted(first.keys() | facts.keys()):
+        if first.get(name) != facts.get(name):
+            return (
+                f"{name}: expected the same on every rank, got {first.get(name)!r} on rank "
+                f"{first_rank} and {facts.get(name)!r} on rank {rank}"
+            )
+    return None
+
+
 def _objection(ballots: dict[int, Ballot]) -> str | None:
     """The first reason against in these ballots: problems by rank, then facts that differ."""
     for rank, ballot in sorted(ballots.items()):
         if ballot.problem is not None:
             return f"rank {rank}: {ballot.problem}"
     first_rank, *others = sorted(ballots)
-    first = ballots[first_rank].facts
     for rank in others:
-        facts = ballots[rank].facts
-        for name in sorted(first.keys() | facts.keys()):
-            if first.get(name) != facts.get(name):
-                return (
-                    f"{name}: expected the same on every rank, got {first.get(name)!r} on rank "
-                    f"{first_rank} and {facts.get(name)!r} on rank {rank}"
-                )
+        reason = difference((first_rank, ballots[first_rank].facts), (rank, ballots[rank].facts))
+        if reason is not None:
+            return reason
     return None
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -124,6 +126,15 @@ def _peers_reachable(world_size: int, device: int) -> bool:
         return True
     reachable = sum(torch.cuda.can_device_access_peer(device, other) for other in others)
     return reachable >= world_size - 1
+
+
+@functools.cache
+def host() -> str:
+    """What all processes of one running kernel share, in whatever container each is."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def _launched_on_one_host(group: dist.ProcessGroup) -> bool:

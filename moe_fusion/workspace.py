@@ -7,9 +7,7 @@ One rank's failure at any of them puts every rank on the composite path.
 
 from __future__ import annotations
 
-import functools
 import logging
-import socket
 import tempfile
 import weakref
 from collections.abc import Callable
@@ -29,7 +27,7 @@ from moe_fusion.config import FusionConfig, active_config
 from moe_fusion.contract import TailArguments
 from moe_fusion.errors import NotPreparedError
 from moe_fusion.symmetric import Allocator, SharedBuffer, SymmetricMemory
-from moe_fusion.topology import Topology, probe, resolve_group
+from moe_fusion.topology import Topology, host, probe, resolve_group
 
 _log = logging.getLogger(__name__)
 
@@ -110,18 +108,9 @@ def _facts(plan: _Plan) -> dict[str, Any]:
         "dtype": str(plan.dtype),
         "capacity_bytes": plan.capacity_bytes,
         "torch": torch.__version__,
-        "host": _host(),
+        "host": host(),
         **_exchange_places(),
     }
-
-
-@functools.cache
-def _host() -> str:
-    """What all processes of one running kernel share, in whatever container each is."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def _exchange_places() -> dict[str, str]:

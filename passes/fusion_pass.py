@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
 import logging
-from functools import cache
-from pathlib import Path
 
-import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
-import moe_fusion
 from moe_fusion.admission import Refusal
 from moe_fusion.config import FusionConfig
 from moe_fusion.errors import UnfusedTailError
-from moe_fusion.passes.collectives import AllReduce, all_reduce_nodes, match_all_reduce
-from moe_fusion.passes.custom_ops import registrations
-from moe_fusion.passes.guards import has_backward, refuse
-from moe_fusion.passes.nodes import NoMatch, dtype
+from moe_fusion.passes.assertions import erase_assertions
+from moe_fusion.passes.collectives import all_reduce_nodes
+from moe_fusion.passes.guards import disagreements, refuse, refuse_graph
+from moe_fusion.passes.identity import answer_early, cache_key
+from moe_fusion.passes.nodes import NoMatch, dtype, has_value
 from moe_fusion.passes.partial import match_partial
 from moe_fusion.passes.render import render
 from moe_fusion.passes.report import FusionReport, Site, describe_left, describe_tail
 from moe_fusion.passes.rewrite import rewrite
 from moe_fusion.passes.tail import Tail, match_tail
-from moe_fusion.topology import known_groups, resolve_group
+from moe_fusion.topology import resolve_group
 
 logger = logging.getLogger("moe_fusion")
 
@@ -60,6 +55,7 @@ class MoEFusionPass(CustomGraphPass):
         self.render = render
         self.served = served
         self.report = FusionReport()
+        answer_early(self.config)
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite ``graph`` in place; a graph with no tail that may be fused is left untouched.
@@ -71,12 +67,13 @@ class MoEFusionPass(CustomGraphPass):
         anchors = all_reduce_nodes(graph)
         index, report.graphs = report.graphs, report.graphs + 1
         fused_before, left_before = report.fused, len(report.left)
-        backward = (
-            NoMatch("the graph has a backward: inference only") if has_backward(graph) else None
-        )
+        refused = refuse_graph(graph)
+        disagreed = {} if refused else disagreements(anchors, self.config)
+        if anchors:
+            erase_assertions(graph)
         for node in anchors:
             if not node._erased:
-                self._visit(graph, node, index, backward)
+                self._visit(graph, node, index, refused, disagreed)
         remaining = len(all_reduce_nodes(graph))
         report.all_reduces_before += len(anchors)
         report.all_reduces_after += remaining
@@ -92,10 +89,20 @@ class MoEFusionPass(CustomGraphPass):
             "".join(f"; left: {reason}" for reason in reasons),
         )
 
-    def _visit(self, graph: Graph, node: Node, index: int, backward: NoMatch | None) -> None:
-        match = backward or match_tail(node)
+    def _visit(
+        self,
+        graph: Graph,
+        node: Node,
+        index: int,
+        refused: NoMatch | None,
+        disagreed: dict[str, Refusal],
+    ) -> None:
+        match = refused or match_tail(node)
         refusal: NoMatch | Refusal | None
-        refusal = match if isinstance(match, NoMatch) else refuse(match, self.config, self.served)
+        if isinstance(match, NoMatch):
+            refusal = match
+        else:
+            refusal = refuse(match, self.config, disagreed, self.served)
         if refusal is None:
             assert isinstance(match, Tail)
             refusal = self._fuse(graph, match, index)
@@ -122,37 +129,18 @@ class MoEFusionPass(CustomGraphPass):
             anchor = f"{node.name} ({left.source})" if left.source else node.name
             raise UnfusedTailError(anchor, refusal.reason)
 
-    def uuid(self) -> bytes:
+    def uuid(self) -> bytes | None:
         """Identifies the pass in compile-cache keys: another answer here means another graph.
 
         Covers the package's sources, the versions of torch and triton, the whole configuration, the
-        names and sizes of this process's groups, and the registered ops.
+        registered ops, and of each of this process's groups the name, the topology and whether its
+        ranks agree. None, so that nothing is cached, while that is not known of a group: the pass
+        then runs, and waits for the ranks of the tails that it finds.
         """
-        facts = (
-            self.config,
-            sorted((name, group.size()) for name, group in known_groups().items()),
-            registrations(),
-        )
-        return hashlib.sha256(_sources_hash() + repr(facts).encode()).digest()
+        return cache_key(self.config)
 
 
 def _ends_a_finalize(node: Node) -> bool:
-    reduction = match_all_reduce(node)
-    if not isinstance(reduction, AllReduce):
-        return False
-    return match_partial(reduction.input, dtype(reduction.input)).finalize is not None
-
-
-@cache
-def _sources_hash() -> bytes:
-    digest = hashlib.sha256(torch.__version__.encode())
-    try:
-        digest.update(importlib.metadata.version("triton").encode())
-    except importlib.metadata.PackageNotFoundError:
-        digest.update(b"no triton")
-    root = Path(moe_fusion.__file__).parent
-    # passes/ is reached through a symlink in a checkout, which rglob does not follow.
-    for folder in (root, root / "passes"):
-        for path in sorted(folder.resolve().rglob("*.py")):
-            digest.update(path.name.encode() + path.read_bytes())
-    return digest.digest()
+    """Whether a MoE producer's finalize is in what ``node``, an all_reduce of any kind, reduces."""
+    reduced = [value for value in node.all_input_nodes if has_value(value)]
+    return any(match_partial(value, dtype(value)).finalize is not None for value in reduced)

@@ -8,19 +8,24 @@ the graph and the shape environment say.
 from __future__ import annotations
 
 from torch import SymInt
-from torch.fx import Graph
+from torch._inductor.virtualized import V
+from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StrictMinMaxConstraint,
+    free_unbacked_symbols,
     guard_or_false,
     statically_known_true,
 )
 
+from moe_fusion import limits
 from moe_fusion.admission import Refusal, admit, over_ceiling, token_ceiling
 from moe_fusion.config import FusionConfig
-from moe_fusion.passes.nodes import Size
+from moe_fusion.passes import identity
+from moe_fusion.passes.collectives import AllReduce, match_all_reduce
+from moe_fusion.passes.nodes import NoMatch, Size
 from moe_fusion.passes.tail import Tail
-from moe_fusion.topology import probe, resolve_group
+from moe_fusion.topology import known_groups, probe, resolve_group
 
 
 def has_backward(graph: Graph) -> bool:
@@ -35,14 +40,52 @@ def has_backward(graph: Graph) -> bool:
     )
 
 
-def refuse(tail: Tail, config: FusionConfig, served: range | None = None) -> Refusal | None:
+def refuse_graph(graph: Graph) -> NoMatch | None:
+    """Why no tail of ``graph`` may be fused, whatever it looks like, or None."""
+    if has_backward(graph):
+        return NoMatch("the graph has a backward: inference only")
+    if V.aot_compilation:
+        return NoMatch(
+            "the graph is compiled ahead of time (AOTInductor): its package runs without Python, "
+            "which the op needs"
+        )
+    return None
+
+
+def disagreements(anchors: list[Node], config: FusionConfig) -> dict[str, Refusal]:
+    """Why the ranks of a group do not agree, by the group's name; those that agree are left out.
+
+    Asks for every group that sums something in the graph, also where this rank would refuse: its
+    peers are told, and do not wait for it.
+    """
+    found: dict[str, Refusal] = {}
+    groups = known_groups()
+    matches = [match for node in anchors if isinstance(match := match_all_reduce(node), AllReduce)]
+    for name in dict.fromkeys(match.group for match in matches):
+        group = groups.get(name)
+        if group is not None and group.size() in limits.FUSED_WORLD_SIZES:
+            reason = identity.verdict(config, group).reason
+            if reason is not None:
+                found[name] = Refusal(f"the ranks disagree: {reason}")
+    return found
+
+
+def refuse(
+    tail: Tail,
+    config: FusionConfig,
+    disagreed: dict[str, Refusal],
+    served: range | None = None,
+) -> Refusal | None:
     """The reason why ``tail`` may not be fused, or None; may record a guard on T.
 
     Args:
         tail: what was matched.
         config: the configuration.
+        disagreed: groups whose ranks do not agree, by name.
         served: the sizes of a symbolic T that the graph serves; with it no guard is recorded.
     """
+    if tail.anchor.group in disagreed:
+        return disagreed[tail.anchor.group]
     if tail.kind not in config.fuse:
         return Refusal(f"the configuration does not fuse {tail.kind} tails: fuse={config.fuse}")
     try:
@@ -66,10 +109,10 @@ def under_ceiling(num_tokens: Size, ceiling: int, served: range | None = None) -
     """Whether this graph only ever sees batches that the op may take.
 
     A symbolic size is decided by a guard, never by its hint: the graph for small batches is fused,
-    a larger batch compiles once more, unfused, and both stay cached. Where the user declared a
-    range that crosses the ceiling a guard would contradict it, so the op is used for the whole
-    range and chooses its path in each call. So it does where the compiler keeps no guards and says
-    which sizes it ``served`` instead, if the smallest is under the ceiling.
+    a larger batch compiles once more, unfused, and both stay cached. Where there can be no guard
+    the op is used for every size, and chooses its path in each call. So it does where the compiler
+    keeps no guards and says which sizes it ``served`` instead, if the smallest is under the
+    ceiling.
     """
     if ceiling == 0 or not isinstance(num_tokens, SymInt):
         return ceiling > 0 and num_tokens <= ceiling
@@ -79,7 +122,7 @@ def under_ceiling(num_tokens: Size, ceiling: int, served: range | None = None) -
         return False
     if served is not None:
         return _serves_few(num_tokens, ceiling, served)
-    if declared_range(num_tokens):
+    if not guardable(num_tokens):
         return True
     return bool(guard_or_false(num_tokens <= ceiling))
 
@@ -92,11 +135,18 @@ def _serves_few(num_tokens: SymInt, ceiling: int, served: range) -> bool:
     return not num_tokens.node.expr.is_symbol or served.start <= ceiling
 
 
-def declared_range(size: SymInt) -> bool:
-    """Whether ``mark_dynamic(..., min=, max=)`` declared a range for a symbol of ``size``."""
+def guardable(size: SymInt) -> bool:
+    """Whether a guard may be recorded on ``size``.
+
+    Not where ``mark_dynamic(..., min=, max=)`` declared a range, which the guard would contradict
+    (``ConstraintViolationError``); not on an unbacked size; and not where the user gave a hint of
+    his own (``hint_override``), since torch evaluates guards with it instead of the real size.
+    """
     shape_env = size.node.shape_env
     symbols = size.node.expr.free_symbols
-    return any(symbol in symbols for symbol in _declared_symbols(shape_env))
+    hinted = getattr(shape_env, "var_to_hint_override", {})
+    special = {*_declared_symbols(shape_env), *hinted, *free_unbacked_symbols(size)}
+    return not symbols & special
 
 
 def _declared_symbols(shape_env: ShapeEnv) -> set[object]:

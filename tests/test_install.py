@@ -25,8 +25,10 @@ import moe_fusion
 from moe_fusion import FusionConfig, MoEFusionPass, reference
 from moe_fusion.config import active_config
 from moe_fusion.contract import TailArguments
-from moe_fusion.passes import fusion_pass
+from moe_fusion.passes import identity
 from moe_fusion.passes.install import ChainedPass
+from moe_fusion.roll_call import Verdict
+from moe_fusion.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -340,15 +342,68 @@ def test_the_uuid_covers_groups_and_their_sizes():
     assert len(set(identities)) == len(identities) - 1
 
 
-@pytest.fixture
-def fresh_sources_hash():
-    fusion_pass._sources_hash.cache_clear()
-    yield fusion_pass._sources_hash
-    fusion_pass._sources_hash.cache_clear()
+def topologies(monkeypatch):
+    """Other answers of the probe, one after the other."""
+    for changes in (
+        {},
+        {"one_host": False},
+        {"device_name": "another"},
+        {"peers_reachable": False},
+    ):
+        found = Topology(2, "cpu", **changes)
+        monkeypatch.setattr(identity, "probe", lambda group, found=found: found)
+        yield found
+
+
+def test_the_uuid_covers_the_topology(monkeypatch):
+    seen = {uuid() for _ in topologies(monkeypatch)}
+    assert len(seen) == 4
+
+
+def test_the_uuid_covers_whether_the_ranks_agree_but_not_the_reason(monkeypatch):
+    seen = []
+    for reason in (None, "rank 1: none", "torch: expected the same on every rank"):
+        monkeypatch.setattr(identity.roll_call, "look", lambda *_, r=reason: Verdict(r))
+        seen.append(uuid())
+    assert seen[0] != seen[1]
+    assert seen[1] == seen[2]
 
 
 @pytest.fixture
-def copied_package(tmp_path, monkeypatch, fresh_sources_hash):
+def unanswered(monkeypatch):
+    """Some rank has not answered; ranks have no moment to."""
+    monkeypatch.setattr(identity.roll_call, "look", lambda *_: None)
+    monkeypatch.setattr(identity.limits, "ANSWER_GRACE_S", 0.0)
+
+
+@pytest.mark.usefixtures("unanswered")
+def test_while_a_rank_has_not_answered_there_is_no_uuid():
+    assert uuid() is None
+    assert chain(Counting()) is None
+    dist.destroy_process_group()
+    make_fake_group(3)  # which never fuses, so that nobody has to answer
+    assert isinstance(uuid(), bytes)
+
+
+@pytest.mark.usefixtures("unanswered")
+def test_while_a_rank_has_not_answered_nothing_is_cached():
+    """The pass runs each time; it waits for the ranks of the tails that it finds."""
+    with fresh_cache():
+        for _ in range(2):
+            report, hits, bypassed = compiled_with(CONFIG)
+            assert (report.graphs, report.fused, hits) == (1, 1, 0)
+            assert bypassed >= 1
+
+
+@pytest.fixture
+def fresh_versions():
+    identity.versions.cache_clear()
+    yield identity.versions
+    identity.versions.cache_clear()
+
+
+@pytest.fixture
+def copied_package(tmp_path, monkeypatch, fresh_versions):
     """A copy of the package's sources, laid out as a checkout, that the hash reads."""
     root = Path(moe_fusion.__file__).parent
     copy = tmp_path / "moe_fusion"
@@ -361,32 +416,32 @@ def copied_package(tmp_path, monkeypatch, fresh_sources_hash):
 
 
 def test_the_uuid_covers_the_sources_on_both_sides_of_the_symlink(
-    copied_package, fresh_sources_hash, monkeypatch
+    copied_package, fresh_versions, monkeypatch
 ):
     copied = uuid()
     monkeypatch.undo()
-    fresh_sources_hash.cache_clear()
+    fresh_versions.cache_clear()
     assert copied == uuid()
     monkeypatch.setattr(moe_fusion, "__file__", str(copied_package / "__init__.py"))
     seen = {copied}
     for name in ("reference.py", "passes/tail.py", "cli/__init__.py"):
         with (copied_package / name).open("a") as file:
             file.write("# one more line\n")
-        fresh_sources_hash.cache_clear()
+        fresh_versions.cache_clear()
         seen.add(uuid())
     assert len(seen) == 4
 
 
 @pytest.mark.parametrize("package", ["torch", "triton"])
-def test_the_uuid_covers_versions(monkeypatch, fresh_sources_hash, package):
+def test_the_uuid_covers_versions(monkeypatch, fresh_versions, package):
     before = uuid()
-    fresh_sources_hash.cache_clear()
+    fresh_versions.cache_clear()
     if package == "torch":
         monkeypatch.setattr(torch, "__version__", "2.14.0")
     else:
-        version = fusion_pass.importlib.metadata.version
+        version = identity.importlib.metadata.version
         fake = lambda name: "99.0" if name == "triton" else version(name)  # noqa: E731
-        monkeypatch.setattr(fusion_pass.importlib.metadata, "version", fake)
+        monkeypatch.setattr(identity.importlib.metadata, "version", fake)
     assert uuid() != before
 
 

@@ -226,6 +226,13 @@ def test_another_setting_is_another_key(monkeypatch):
     assert first.compute_hash() != second.compute_hash()
 
 
+def test_no_key_is_used_twice_while_a_rank_has_not_answered(monkeypatch):
+    """What ranks make of a graph is not known then, and vLLM caches under every key."""
+    ours = our_pass(configure())
+    monkeypatch.setattr(ours.fusion, "uuid", lambda: None)
+    assert ours.uuid() != ours.uuid()
+
+
 def test_the_key_covers_the_groups(vllm_group):
     fusion = our_pass(configure())
     before = fusion.uuid()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from typing import Any
 
@@ -50,10 +51,12 @@ class VllmFusionPass(InductorPass):  # type: ignore[misc]  # mypy does not follo
         """Identifies the pass in the keys of vLLM's cache and of Inductor's.
 
         Covers what :meth:`MoEFusionPass.uuid` does, torch.distributed's names of vLLM's groups,
-        which are in the rewritten graphs, and the user's own pass.
+        which are in the rewritten graphs, and the user's own pass. While a rank has not answered,
+        it is another text at every call, since vLLM has no word for what is not to be cached.
         """
+        fusion = self.fusion.uuid() or secrets.token_bytes()
         facts: dict[Any, Any] = {
-            "fusion": self.fusion.uuid().hex(),
+            "fusion": fusion.hex(),
             "groups": device_group_names(),
             "then": None if self.then is None else str(self.then.uuid()),
         }

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from moe_fusion.limits import TOP_K_MAX_EXPERTS
 from moe_fusion.passes.nodes import (
     Size,
     arg,
@@ -86,17 +87,27 @@ def _starting_at(source: Node, top_k: Size, *weights: Weight) -> Reduction | Non
 
 
 def multiplied(node: Node) -> Reduction | None:
-    """Matches ``w[T, 1, K] @ x[T, K, H]`` and ``x[T, H, K] @ w[T, K, 1]`` (einsum, bmm)."""
+    """Matches ``w[T, 1, K] @ x[T, K, H]`` and ``x[T, H, K] @ w[T, K, 1]`` (einsum, bmm).
+
+    Of one token every matrix product has that shape; with more terms than a token has experts it is
+    a projection, and the partial is taken as it is.
+    """
     if not calls(node, aten.bmm.default):
         return None
     left, right = arg(node, 0), arg(node, 1)
-    _, rows, columns = shape(node)
+    tokens, rows, columns = shape(node)
+    if same(tokens, 1) and not _may_be_top_k(shape(left)[2]):
+        return None
     if same(rows, 1) and not same(columns, 1):
         return _starting_at(right, shape(right)[1], Weight(left, permuted=False))
     source = _transposed(left)
     if same(columns, 1) and source is not None:
         return _starting_at(source, shape(left)[2], Weight(right, permuted=False))
     return None
+
+
+def _may_be_top_k(terms: Size) -> bool:
+    return isinstance(terms, int) and terms <= TOP_K_MAX_EXPERTS
 
 
 def _transposed(node: Node) -> Node | None:

@@ -632,6 +632,29 @@ def test_a_factor_of_at_most_one_is_still_distributed(scale):
     assert_fused(function, data, finalize="permuted rows", shared="before the all_reduce")
 
 
+PROJECTIONS = {
+    "einsum over heads": lambda rows, matrix: torch.einsum(
+        "tnh,nhd->td", rows.view(len(rows), 8, -1), matrix.view(8, -1, H)
+    ),
+    "einsum": lambda rows, matrix: torch.einsum("tk,kd->td", rows, matrix),
+    "einsum, transposed": lambda rows, matrix: torch.einsum("tk,dk->td", rows, matrix.t()),
+    "matmul": torch.matmul,
+    "bmm": lambda rows, matrix: torch.bmm(rows[None], matrix[None])[0],
+    "bmm by token": lambda rows, matrix: torch.bmm(rows[:, None], matrix[None])[:, 0],
+}
+
+
+@each(PROJECTIONS)
+def test_a_matrix_product_of_one_token_is_no_sum_over_experts(case):
+    """It has a top-k reduction's shape, and was refused for more experts than a token has."""
+
+    def partial(rows, weights, index):
+        return PROJECTIONS[case](weights[:, :H], rows[: weights.shape[1]])
+
+    data = inputs.make(torch.float32, tokens=1, top_k=64)
+    assert_fused(tail(partial), data, finalize="finalized", top_k=None)
+
+
 BIASES = {
     "ones + element": lambda w: torch.ones(H, dtype=w.dtype) + w[:1],
     "element + ones": lambda w: w[:1] + torch.ones(H, dtype=w.dtype),

@@ -26,6 +26,7 @@ from moe_fusion.errors import (
 )
 
 if TYPE_CHECKING:
+    from moe_fusion.consumer import MoETailRMSNorm, finalize_allreduce_rms_norm
     from moe_fusion.passes.custom_ops import (
         register_add_rms_norm,
         register_all_reduce,
@@ -40,7 +41,9 @@ if TYPE_CHECKING:
 _LAZY = {
     "FusionReport": "moe_fusion.passes.report",
     "MoEFusionPass": "moe_fusion.passes.fusion_pass",
+    "MoETailRMSNorm": "moe_fusion.consumer",
     "check": "moe_fusion.workspace",
+    "finalize_allreduce_rms_norm": "moe_fusion.consumer",
     "fusing": "moe_fusion.passes.install",
     "install": "moe_fusion.passes.install",
     "prepare": "moe_fusion.workspace",
@@ -59,12 +62,14 @@ __all__ = [
     "MoEFusionError",
     "MoEFusionPass",
     "MoEOutput",
+    "MoETailRMSNorm",
     "NotPreparedError",
     "PeerTimeoutError",
     "UnfinalizedMoEOutput",
     "UnfusedTailError",
     "admits",
     "check",
+    "finalize_allreduce_rms_norm",
     "fusing",
     "install",
     "prepare",

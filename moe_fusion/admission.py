@@ -6,6 +6,7 @@ pass and the op ask this module and nothing else, so that the three can't disagr
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -116,7 +117,9 @@ def admits(
     """Whether a producer may leave its output unfinalized: a fused consumer can take it.
 
     Args:
-        num_tokens: T; a ``SymInt`` is compared, so that the compiled graph is guarded.
+        num_tokens: T; a ``SymInt`` is compared, so that the compiled graph is guarded. Where the
+            user declared a range that crosses the ceiling (``mark_dynamic(..., max=)``) a guard
+            would contradict it: the answer is yes, and the op chooses its path in each call.
         hidden_dim: H, elements in a row.
         dtype: the activation dtype.
         group: the tensor-parallel group, or its name.
@@ -129,4 +132,16 @@ def admits(
     if admit(hidden_dim, dtype, topology) is not None:
         return False
     ceiling = token_ceiling(hidden_dim, dtype, topology, active_config())
-    return ceiling > 0 and num_tokens <= ceiling
+    return ceiling > 0 and _at_most(num_tokens, ceiling)
+
+
+def _at_most(num_tokens: int, ceiling: int) -> bool:
+    if not (torch.compiler.is_compiling() or isinstance(num_tokens, torch.SymInt)):
+        return num_tokens <= ceiling
+    # Not at the head of the file: it imports sympy.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    if statically_known_true(num_tokens > ceiling):
+        return False
+    # Nobody has declared an upper bound for a size that may be larger than any tensor's.
+    return statically_known_true(num_tokens < sys.maxsize) or num_tokens <= ceiling

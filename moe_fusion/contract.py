@@ -14,61 +14,23 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from moe_fusion.limits import DTYPES
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"[{', '.join(str(size) for size in tensor.shape)}]"
-
-
-def _expect_float(name: str, tensor: Tensor) -> None:
-    if tensor.dtype not in DTYPES:
-        raise TypeError(f"{name}: expected dtype in {DTYPES}, got {tensor.dtype}")
-
-
-def _expect_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name}: expected dtype {dtype}, got {tensor.dtype}")
-
-
-def _expect_rank(name: str, tensor: Tensor, legend: str) -> None:
-    if tensor.dim() != legend.count(",") + 1:
-        raise ValueError(f"{name}: expected shape {legend}, got {_shape(tensor)}")
-
-
-def _expect_shape(name: str, tensor: Tensor, legend: str, *sizes: int | torch.SymInt) -> None:
-    _expect_rank(name, tensor, legend)
-    if any(got != want for got, want in zip(tensor.shape, sizes, strict=True)):
-        wanted = ", ".join(str(size) for size in sizes)
-        raise ValueError(f"{name}: expected shape {legend} = [{wanted}], got {_shape(tensor)}")
-
-
-def _expect_tensor(name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
-
-
-def _expect_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        raise ValueError(
-            f"{name}: expected device {device} (that of the rows), got {tensor.device}"
-        )
+from moe_fusion import expect
 
 
 def _check_routing(rows: Tensor, weights: Tensor, permutation: Tensor | None) -> None:
     """Check [T,K] weights and map against [R,H] rows."""
-    _expect_float("expert_weights", weights)
-    _expect_rank("expert_weights", weights, "[T, K]")
-    _expect_device("expert_weights", weights, rows.device)
+    expect.floating("expert_weights", weights)
+    expect.rank("expert_weights", weights, "[T, K]")
+    expect.device("expert_weights", weights, rows.device)
     if permutation is not None:
         name = "expanded_idx_to_permuted_idx"
-        _expect_dtype(name, permutation, torch.int32)
-        _expect_shape(name, permutation, "[T, K]", *weights.shape)
-        _expect_device(name, permutation, rows.device)
+        expect.dtype(name, permutation, torch.int32)
+        expect.shape(name, permutation, "[T, K]", *weights.shape)
+        expect.device(name, permutation, rows.device)
     elif rows.shape[0] < weights.shape[0] * weights.shape[1]:
         raise ValueError(
             "routed: expected at least one row for each entry of expert_weights "
-            f"{_shape(weights)} when there is no map, got {_shape(rows)}"
+            f"{expect.sizes(weights)} when there is no map, got {expect.sizes(rows)}"
         )
 
 
@@ -96,10 +58,10 @@ class UnfinalizedMoEOutput:
     def __post_init__(self) -> None:
         """Validate kinds, shapes, dtypes and devices."""
         for name in ("gemm2_permuted", "expert_weights", "expanded_idx_to_permuted_idx"):
-            _expect_tensor(name, getattr(self, name))
+            expect.tensor(name, getattr(self, name))
         rows = self.gemm2_permuted
-        _expect_float("gemm2_permuted", rows)
-        _expect_rank("gemm2_permuted", rows, "[R, H]")
+        expect.floating("gemm2_permuted", rows)
+        expect.rank("gemm2_permuted", rows, "[R, H]")
         if rows.stride(1) != 1:
             raise ValueError(
                 "gemm2_permuted: expected a contiguous last dim (stride 1), "
@@ -144,18 +106,18 @@ class MoEOutput:
     def __post_init__(self) -> None:
         """Validate kinds, shapes, dtypes and devices."""
         if not isinstance(self.routed, UnfinalizedMoEOutput):
-            _expect_tensor("routed", self.routed)
-            _expect_float("routed", self.routed)
-            _expect_rank("routed", self.routed, "[T, H]")
+            expect.tensor("routed", self.routed)
+            expect.floating("routed", self.routed)
+            expect.rank("routed", self.routed, "[T, H]")
         if not isinstance(self.routed_scaling_factor, (int, float)):
             got = type(self.routed_scaling_factor).__name__
             raise TypeError(f"routed_scaling_factor: expected a float, got {got}")
         if self.shared_output is not None:
-            _expect_tensor("shared_output", self.shared_output)
-            _expect_dtype("shared_output", self.shared_output, self.dtype)
+            expect.tensor("shared_output", self.shared_output)
+            expect.dtype("shared_output", self.shared_output, self.dtype)
             sizes = (self.num_tokens, self.hidden_dim)
-            _expect_shape("shared_output", self.shared_output, "[T, H]", *sizes)
-            _expect_device("shared_output", self.shared_output, self._rows.device)
+            expect.shape("shared_output", self.shared_output, "[T, H]", *sizes)
+            expect.device("shared_output", self.shared_output, self._rows.device)
 
     @property
     def _rows(self) -> Tensor:
@@ -279,8 +241,8 @@ class TailArguments:
             TypeError: a dtype is wrong.
             ValueError: a shape, a device or a combination of fields is wrong.
         """
-        _expect_float("routed", self.routed)
-        _expect_rank("routed", self.routed, "[R, H]")
+        expect.floating("routed", self.routed)
+        expect.rank("routed", self.routed, "[R, H]")
         if self.expert_weights is not None:
             _check_routing(self.routed, self.expert_weights, self.expanded_idx_to_permuted_idx)
         elif self.expanded_idx_to_permuted_idx is not None:
@@ -289,9 +251,9 @@ class TailArguments:
             )
         self._check_addends()
         if self.norm_weight is not None:
-            _expect_float("norm_weight", self.norm_weight)
-            _expect_shape("norm_weight", self.norm_weight, "[H]", self.hidden_dim)
-            _expect_device("norm_weight", self.norm_weight, self.routed.device)
+            expect.floating("norm_weight", self.norm_weight)
+            expect.shape("norm_weight", self.norm_weight, "[H]", self.hidden_dim)
+            expect.device("norm_weight", self.norm_weight, self.routed.device)
         elif self.weight_bias != 0.0:
             raise ValueError(
                 f"weight_bias: expected 0.0 without norm_weight, got {self.weight_bias}"
@@ -303,8 +265,8 @@ class TailArguments:
             if tensor is None:
                 continue
             if name == "residual":
-                _expect_float(name, tensor)
+                expect.floating(name, tensor)
             else:
-                _expect_dtype(name, tensor, self.routed.dtype)
-            _expect_shape(name, tensor, "[T, H]", self.num_tokens, self.hidden_dim)
-            _expect_device(name, tensor, self.routed.device)
+                expect.dtype(name, tensor, self.routed.dtype)
+            expect.shape(name, tensor, "[T, H]", self.num_tokens, self.hidden_dim)
+            expect.device(name, tensor, self.routed.device)

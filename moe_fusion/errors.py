@@ -3,7 +3,7 @@
     MoEFusionError
     +-- ConfigError          (ValueError)    a FusionConfig field or MOE_FUSION_* variable is wrong
     +-- UnfusedTailError     (RuntimeError)  strict mode: a tail of a MoE producer was refused
-    +-- InferenceOnlyError   (RuntimeError)  a gradient was asked of the fused op
+    +-- InferenceOnlyError   (RuntimeError)  a gradient was asked of an op of ours
     +-- ModelError           (ValueError)    a command was asked for a model that it cannot build
     +-- MissingModelsExtraError (ImportError)  a command needs transformers
     +-- RankFailedError      (RuntimeError)  a rank that the CLI started raised or died
@@ -39,11 +39,11 @@ class UnfusedTailError(MoEFusionError, RuntimeError):
 
 
 class InferenceOnlyError(MoEFusionError, RuntimeError):
-    """Backward was called through the fused op, which has no gradient formula."""
+    """Backward was called through an op of this package; none has a gradient formula."""
 
-    def __init__(self) -> None:
+    def __init__(self, op: str = "finalize_allreduce_rms_norm") -> None:
         super().__init__(
-            "moe_fusion::finalize_allreduce_rms_norm is for inference only: expected no backward "
+            f"moe_fusion::{op} is for inference only: expected no backward "
             "through it, got a call of backward(); run the model under torch.no_grad()"
         )
 

@@ -9,7 +9,8 @@ In this order, T num_tokens, K top_k, H hidden_dim, R padded rows, W world size:
 
 The op is functional: both outputs are fresh and contiguous, never a view of an input. ``norm_out``
 has the activation dtype (that of ``routed``), ``residual_out`` the residual's (without one, the
-activation dtype). Numerics are those of :mod:`moe_fusion.reference`.
+activation dtype). Numerics are those of :mod:`moe_fusion.reference`. An empty ``group_name`` is
+this rank alone: there is nothing to reduce, and ``all_reduce`` is the identity.
 
 Errors: ``TypeError`` for a dtype, ``ValueError`` for a shape, a device or an unknown group, each
     with what was expected and what was got.
@@ -26,10 +27,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_fusion import reference
 from moe_fusion.admission import Refusal
+from moe_fusion.buffers import Workspace
 from moe_fusion.contract import TailArguments
 from moe_fusion.errors import InferenceOnlyError
 from moe_fusion.topology import resolve_group
 from moe_fusion.workspace import workspace_for
+
+ALONE = ""  # the group_name of a rank that reduces over nobody else
 
 _EPS = [field.name for field in fields(TailArguments)].index("eps")
 
@@ -84,12 +88,17 @@ def check_operands(*operands: object) -> TailArguments:
     return args
 
 
+def _group(name: str) -> dist.ProcessGroup | None:
+    """The group to reduce over, or None: this rank alone."""
+    return resolve_group(name) if name != ALONE else None
+
+
 def _reference_kernel(*operands: object) -> tuple[Tensor, Tensor]:
     """Reference numerics around the group's own all_reduce, whatever its backend."""
     args = check_operands(*operands)
-    group = resolve_group(operands[-1])  # type: ignore[arg-type]
+    group = _group(operands[-1])  # type: ignore[arg-type]
     partial = reference.partial(args).to(args.routed.dtype).contiguous()
-    if partial.shape[0]:
+    if partial.shape[0] and group is not None:
         dist.all_reduce(partial, group=group)
     norm_out, residual_out = reference.finish(partial, args)
     return norm_out.contiguous(), residual_out.contiguous()
@@ -98,15 +107,17 @@ def _reference_kernel(*operands: object) -> tuple[Tensor, Tensor]:
 def _cuda_kernel(*operands: object) -> tuple[Tensor, Tensor]:
     """One kernel where the group has a workspace that holds this call, else the composite path."""
     args = check_operands(*operands)
-    group = resolve_group(operands[-1])  # type: ignore[arg-type]
+    group = _group(operands[-1])  # type: ignore[arg-type]
     if args.num_tokens == 0:
         return _outputs(args)
     from moe_fusion.kernels.composite import composite
     from moe_fusion.kernels.one_shot import one_shot
 
-    found = workspace_for(
-        args.num_tokens, args.hidden_dim, args.routed.dtype, group, top_k=args.top_k
-    )
+    found: Workspace | Refusal = Refusal("this rank is alone")
+    if group is not None:
+        found = workspace_for(
+            args.num_tokens, args.hidden_dim, args.routed.dtype, group, top_k=args.top_k
+        )
     with torch.cuda.device(args.routed.device):
         if isinstance(found, Refusal):
             return composite(args, group)

@@ -65,6 +65,28 @@ def resolve_group(group: str | dist.ProcessGroup) -> dist.ProcessGroup:
     return known[group]
 
 
+def reducing_group(group: str | dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group over which a partial is summed, or None where there is nothing to add.
+
+    Args:
+        group: a group or its name. None is the default group, as in :mod:`torch.distributed`, and
+            this process alone where no group was initialised.
+
+    Returns:
+        The group; None for a group of one rank and for this process alone.
+
+    Raises:
+        ValueError: this process has no such group.
+        TypeError: ``group`` is neither None, a name nor a group.
+    """
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        group = dist.distributed_c10d._get_default_group()
+    found = resolve_group(group)
+    return None if found.size() == 1 else found
+
+
 def known_groups() -> dict[str, dist.ProcessGroup]:
     """The process groups of which this process is a member, by name."""
     if not (dist.is_available() and dist.is_initialized()):

@@ -99,6 +99,7 @@ class FusionReport:
         graphs: how many graphs the pass saw.
         all_reduces_before: all_reduces in them before the pass.
         all_reduces_after: all_reduces left after it.
+        called: tails that the model closed itself, by ``finalize_allreduce_rms_norm``.
     """
 
     sites: list[Site] = field(default_factory=list)
@@ -106,6 +107,7 @@ class FusionReport:
     graphs: int = 0
     all_reduces_before: int = 0
     all_reduces_after: int = 0
+    called: int = 0
 
     @property
     def fused(self) -> int:
@@ -123,6 +125,7 @@ class FusionReport:
             "graphs": self.graphs,
             "all_reduces_before": self.all_reduces_before,
             "all_reduces_after": self.all_reduces_after,
+            "called": self.called,
             "fused": self.fused,
             "sites": [asdict(site) for site in self.sites],
             "refusals": dict(self.refusals),
@@ -138,6 +141,8 @@ class FusionReport:
             )
         change = f"all_reduces {self.all_reduces_before} -> {self.all_reduces_after}"
         lines = [f"moe-fusion: fused {self.fused} tails in {self.graphs} graphs, {change}"]
+        if self.called:
+            lines[0] += f"; {self.called} tails closed by the model itself"
         lines += [f"  fused {site}" for site in self.sites]
         lines += [f"  left {left}" for left in self.left]
         return "\n".join(lines)

@@ -588,6 +588,7 @@ def test_an_empty_report():
         "graphs": 0,
         "all_reduces_before": 0,
         "all_reduces_after": 0,
+        "called": 0,
         "fused": 0,
         "sites": [],
         "refusals": {},

@@ -168,6 +168,19 @@ def test_outputs_are_the_references_fresh_contiguous_and_as_the_fake_says(name, 
     assert outputs[1].dtype == args.residual_dtype
 
 
+@both_overloads
+def test_an_empty_group_name_is_this_rank_alone(eps_tensor):
+    """No group was initialised, and none is needed."""
+    args = every_operand()
+    args = dataclasses.replace(args, routed=args.routed.clone().nan_to_num_())
+    outputs = call(args, "", eps_tensor=eps_tensor)
+    for got, want in zip(outputs, reference.tail([args])[0], strict=True):
+        assert torch.equal(got, want)
+    op = OP_EPS_TENSOR if eps_tensor else OP
+    results = opcheck(op, operands(args, "", eps_tensor=eps_tensor))
+    assert set(results.values()) == {"SUCCESS"}
+
+
 @pytest.mark.usefixtures("fake_group")
 def test_the_outputs_of_identity_arguments_are_copies():
     """Nothing to add, scale or weigh: ``residual_out`` equals ``routed`` and may not be it."""

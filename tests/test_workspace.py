@@ -36,6 +36,13 @@ def test_the_first_call_builds_and_later_calls_find_the_workspace(pool, tmp_path
     assert pool.run(ranks.number_of_workspaces, "0") == [1] * 4
 
 
+@pytest.mark.parametrize("norm", [True, False])
+def test_the_composite_path_of_one_rank_alone_needs_no_group(norm):
+    case = replace(SMALL, seed=75, norm=norm)
+    (got,) = interpreting_pool().run(ranks.composite_alone, case, ranks=[0])
+    assert_close(case, got, 1)
+
+
 @pytest.mark.parametrize("fault", ["allocation", "rendezvous", "self-test"])
 def test_one_ranks_failure_puts_every_rank_on_the_composite_path(pool, tmp_path, fault):
     """Within 10 s, with one reason on all ranks, and with the right answer."""

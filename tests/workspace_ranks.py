@@ -108,6 +108,12 @@ def call(rank, world_size, folder, group_name, case, options=None):
     return None, launch(args, found), seconds, records.lines
 
 
+def composite_alone(rank, world_size, case):
+    """The composite path of a rank that has no group."""
+    assert not dist.is_initialized()
+    return composite(case.rank(0), None)
+
+
 class _Records(logging.Handler):
     """Collects what moe_fusion logs."""
 

@@ -143,16 +143,18 @@ def add_rms_norm(reduced: Tensor, args: TailArguments) -> tuple[Tensor, Tensor]:
     return norm_out, residual_out
 
 
-def composite(args: TailArguments, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def composite(args: TailArguments, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Finalize, the group's all_reduce, add and norm: any T at least 1, any H, any group.
 
     Args:
         args: this rank's arguments, checked.
-        group: the group, whose backend decides the order and the rounding of the reduction.
+        group: the group, whose backend decides the order and the rounding of the reduction; None
+            is this rank alone.
 
     Returns:
         ``norm_out`` and ``residual_out``, [T, H] each.
     """
     partial = finalize(args)
-    dist.all_reduce(partial, group=group)
+    if group is not None:
+        dist.all_reduce(partial, group=group)
     return add_rms_norm(partial, args)

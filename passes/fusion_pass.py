@@ -12,7 +12,7 @@ from moe_fusion.config import FusionConfig
 from moe_fusion.errors import UnfusedTailError
 from moe_fusion.op import OP, OP_EPS_TENSOR
 from moe_fusion.passes.assertions import erase_assertions
-from moe_fusion.passes.collectives import AllReduce, all_reduce_nodes, match_all_reduce
+from moe_fusion.passes.collectives import all_reduce_nodes
 from moe_fusion.passes.guards import disagreements, refuse, refuse_graph
 from moe_fusion.passes.identity import answer_early, cache_key
 from moe_fusion.passes.nodes import NoMatch, dtype, has_value

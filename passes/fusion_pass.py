@@ -17,9 +17,10 @@ from moe_fusion.passes.guards import disagreements, refuse, refuse_graph
 from moe_fusion.passes.identity import answer_early, cache_key
 from moe_fusion.passes.nodes import NoMatch, dtype, has_value
 from moe_fusion.passes.partial import match_partial
-from moe_fusion.passes.render import render
+from moe_fusion.passes.render import node_texts
 from moe_fusion.passes.report import FusionReport, Site, describe_left, describe_tail
 from moe_fusion.passes.rewrite import rewrite
+from moe_fusion.passes.surroundings import surroundings
 from moe_fusion.passes.tail import Tail, match_tail
 from moe_fusion.topology import resolve_group
 
@@ -73,9 +74,9 @@ class MoEFusionPass(CustomGraphPass):
         if anchors:
             erase_assertions(graph)
         report.called += sum(node.target in (OP, OP_EPS_TENSOR) for node in graph.nodes)
-        for node in anchors:
+        for order, node in enumerate(anchors):
             if not node._erased:
-                self._visit(graph, node, index, refused, disagreed)
+                self._visit(graph, node, (index, order), refused, disagreed)
         remaining = len(all_reduce_nodes(graph))
         report.all_reduces_before += len(anchors)
         report.all_reduces_after += remaining
@@ -95,7 +96,7 @@ class MoEFusionPass(CustomGraphPass):
         self,
         graph: Graph,
         node: Node,
-        index: int,
+        where: tuple[int, int],
         refused: NoMatch | None,
         disagreed: dict[str, Refusal],
     ) -> None:
@@ -107,24 +108,29 @@ class MoEFusionPass(CustomGraphPass):
             refusal = refuse(match, self.config, disagreed, self.served)
         if refusal is None:
             assert isinstance(match, Tail)
-            refusal = self._fuse(graph, match, index)
+            refusal = self._fuse(graph, match, where)
         if refusal is not None:
-            self._refuse(node, index, refusal)
+            self._refuse(graph, node, where, refusal)
 
-    def _fuse(self, graph: Graph, tail: Tail, index: int) -> NoMatch | None:
-        facts = describe_tail(tail, index, resolve_group(tail.anchor.group).size())
-        before = render(graph, tail.nodes) if self.render else ""
+    def _fuse(self, graph: Graph, tail: Tail, where: tuple[int, int]) -> NoMatch | None:
+        facts = describe_tail(tail, where, resolve_group(tail.anchor.group).size())
+        before = node_texts(graph, tail.nodes) if self.render else ()
         known = set(graph.nodes) if self.render else set()
         call = rewrite(graph, tail)
         if isinstance(call, NoMatch):
             return call
-        after = render(graph, [n for n in graph.nodes if n not in known]) if self.render else ""
-        self.report.sites.append(Site(**facts, before=before, after=after))
+        new = [n for n in graph.nodes if n not in known] if self.render else []
+        self.report.sites.append(
+            Site(**facts, nodes_before=before, nodes_after=node_texts(graph, new))
+        )
         return None
 
-    def _refuse(self, node: Node, index: int, refusal: NoMatch | Refusal) -> None:
+    def _refuse(
+        self, graph: Graph, node: Node, where: tuple[int, int], refusal: NoMatch | Refusal
+    ) -> None:
         stopped_at = refusal.node if isinstance(refusal, NoMatch) else None
-        left = describe_left(node, index, refusal.reason, stopped_at)
+        nodes = node_texts(graph, surroundings(node, stopped_at)) if self.render else ()
+        left = describe_left(node, where, refusal.reason, stopped_at, nodes)
         self.report.left.append(left)
         logger.debug("%s", left)
         if self.config.strict and _ends_a_finalize(node):

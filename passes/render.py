@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
@@ -25,11 +26,58 @@ _NAMESPACES = (("prims.convert_element_type", "cvt"), ("_c10d_functional.", "c10
 _SYMBOL = re.compile(r"\b(?:s|u|zf)\d+\b")
 
 
+@dataclass(frozen=True)
+class NodeText:
+    """One node of a selection, for a drawing of it.
+
+    Attributes:
+        name: the node's name.
+        value: the dtype and shape of what it computes, or ``""``.
+        target: the short name of what it calls; for an input of the graph ``"placeholder"``.
+        text: the line that :func:`render` writes for it.
+        inputs: the names of the nodes that it reads.
+        outside: it is not in the selection, but read by a node in it.
+        leaves: it is in the selection and read by a node that is not.
+    """
+
+    name: str
+    value: str
+    target: str
+    text: str
+    inputs: tuple[str, ...] = ()
+    outside: bool = False
+    leaves: bool = False
+
+
 def render(graph: Graph, nodes: Iterable[Node] | None = None) -> str:
     """The graph, or only ``nodes`` of it in the graph's order, one line each."""
     chosen = None if nodes is None else set(nodes)
     lines = [_line(node) for node in graph.nodes if chosen is None or node in chosen]
-    return _renumber("\n".join(lines))
+    return _renumber("\n".join(lines), {})
+
+
+def node_texts(graph: Graph, nodes: Iterable[Node]) -> tuple[NodeText, ...]:
+    """``nodes`` in the graph's order, then the nodes outside that they read."""
+    chosen = set(nodes)
+    inside = [node for node in graph.nodes if node in chosen]
+    outside = dict.fromkeys(n for node in inside for n in node.all_input_nodes if n not in chosen)
+    symbols: dict[str, str] = {}
+    return tuple(_node_text(node, chosen, symbols) for node in (*inside, *outside))
+
+
+def _node_text(node: Node, chosen: set[Node], symbols: dict[str, str]) -> NodeText:
+    inside = node in chosen
+    text = _renumber(_line(node), symbols)
+    inputs = tuple(_renumber(n.name, symbols) for n in node.all_input_nodes) if inside else ()
+    return NodeText(
+        name=_renumber(node.name, symbols),
+        value=_renumber(_value(node.meta.get("val")), symbols),
+        target="placeholder" if node.op == "placeholder" else target_name(node),
+        text=text,
+        inputs=inputs,
+        outside=not inside,
+        leaves=inside and any(user not in chosen for user in node.users),
+    )
 
 
 def _line(node: Node) -> str:
@@ -73,6 +121,5 @@ def _argument(value: object) -> str:
     return str(value)
 
 
-def _renumber(text: str) -> str:
-    names: dict[str, str] = {}
+def _renumber(text: str, names: dict[str, str]) -> str:
     return _SYMBOL.sub(lambda match: names.setdefault(match[0], f"s{len(names)}"), text)

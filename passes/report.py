@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch.fx import Node
 
 from moe_fusion.passes.nodes import describe
+from moe_fusion.passes.render import NodeText
 from moe_fusion.passes.tail import Tail
 
 
@@ -32,8 +35,11 @@ class Site:
         group: the process group's name.
         world_size: W, ranks in the group.
         source: the line of the model that wrote the residual sum, or ``""``.
-        before: the graph around the tail before the rewrite, when it was asked for.
-        after: the same after it.
+        order: which of the graph's all_reduces it is, from 0.
+        module: the module that the all_reduce is in, by its path in the model, or ``""``.
+        norm_module: the module that the RMSNorm is in, or ``""``.
+        nodes_before: the tail's nodes before the rewrite, when they were asked for.
+        nodes_after: what took their place.
     """
 
     anchor: str
@@ -49,8 +55,21 @@ class Site:
     group: str
     world_size: int
     source: str
-    before: str = ""
-    after: str = ""
+    order: int
+    module: str
+    norm_module: str
+    nodes_before: tuple[NodeText, ...] = ()
+    nodes_after: tuple[NodeText, ...] = ()
+
+    @property
+    def before(self) -> str:
+        """The graph around the tail before the rewrite, one node a line, when it was asked for."""
+        return text_of(self.nodes_before)
+
+    @property
+    def after(self) -> str:
+        """The same after it."""
+        return text_of(self.nodes_after)
 
     def __str__(self) -> str:
         """One line."""
@@ -72,6 +91,9 @@ class Left:
         reason: one sentence.
         node: the node that stopped the match, ``name = target``, or ``""`` where a guard refused.
         source: the line of the model that wrote that node, else the all_reduce, or ``""``.
+        order: which of the graph's all_reduces it is, from 0.
+        module: the module that the all_reduce is in, by its path in the model, or ``""``.
+        nodes: the graph around the all_reduce, when it was asked for.
     """
 
     anchor: str
@@ -79,6 +101,9 @@ class Left:
     reason: str
     node: str
     source: str
+    order: int
+    module: str
+    nodes: tuple[NodeText, ...] = ()
 
     def __str__(self) -> str:
         """One line."""
@@ -148,12 +173,20 @@ class FusionReport:
         return "\n".join(lines)
 
 
-def describe_tail(tail: Tail, graph: int, world_size: int) -> dict[str, Any]:
-    """The fields of a :class:`Site`, read from the match before it is rewritten."""
+def text_of(nodes: Iterable[NodeText]) -> str:
+    """The nodes of a selection as text, one line each."""
+    return "\n".join(node.text for node in nodes if not node.outside)
+
+
+def describe_tail(tail: Tail, where: tuple[int, int], world_size: int) -> dict[str, Any]:
+    """The fields of a :class:`Site`, read from the match before it is rewritten.
+
+    ``where`` is the tail's graph and the order of its all_reduce there.
+    """
     after = tail.after
     return {
         "anchor": tail.anchor.node.name,
-        "graph": graph,
+        "graph": where[0],
         "num_tokens": str(tail.num_tokens),
         "hidden_dim": tail.hidden_dim,
         "top_k": tail.top_k,
@@ -165,6 +198,9 @@ def describe_tail(tail: Tail, graph: int, world_size: int) -> dict[str, Any]:
         "group": tail.anchor.group,
         "world_size": world_size,
         "source": source_line(after.residual_sum.place),
+        "order": where[1],
+        "module": module_path(tail.anchor.node),
+        "norm_module": module_path(after.norm.output),
     }
 
 
@@ -202,8 +238,32 @@ def source_line(node: Node) -> str:
     return f"{path.strip(chr(34))}:{line.removeprefix(' line ')}"
 
 
-def describe_left(anchor: Node, graph: int, reason: str, stopped_at: Node | None) -> Left:
-    """The record of an all_reduce that stays."""
+_ROOT = re.compile(r"^L\['\w+'\]\.?")  # how Dynamo names what was compiled
+
+
+def module_path(node: Node) -> str:
+    """The path of the innermost module whose forward made the node, or ``""``."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return _ROOT.sub("", str(stack[-1][0])) if stack else ""
+
+
+def describe_left(
+    anchor: Node,
+    where: tuple[int, int],
+    reason: str,
+    stopped_at: Node | None,
+    nodes: tuple[NodeText, ...],
+) -> Left:
+    """The record of an all_reduce that stays; ``where`` is its graph and its order there."""
     node = "" if stopped_at is None else f"{stopped_at.name} = {describe(stopped_at)}"
     source = (stopped_at is not None and source_line(stopped_at)) or source_line(anchor)
-    return Left(anchor.name, graph, reason, node, source)
+    return Left(
+        anchor=anchor.name,
+        graph=where[0],
+        reason=reason,
+        node=node,
+        source=source,
+        order=where[1],
+        module=module_path(anchor),
+        nodes=nodes,
+    )

@@ -26,12 +26,46 @@ class Tail(torch.nn.Module):
         return residual + funcol.all_reduce(self.proj(x), "max", dist.group.WORLD)
 
 
+class Experts(torch.nn.Module):
+    """Top-2 of four experts' rows, summed over the ranks: [T, H] -> [T, H]."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Parameter(torch.randn(4, HIDDEN_DIM, HIDDEN_DIM))
+
+    def forward(self, x):
+        weights, chosen = torch.softmax(x[:, :4], -1).topk(2)
+        rows = torch.einsum("th,ehi->tei", x, self.up).flatten(0, 1)
+        first = torch.arange(x.shape[0]).unsqueeze(1) * 4
+        routed = (rows[first + chosen] * weights.unsqueeze(-1)).sum(1)
+        return funcol.all_reduce(routed, "sum", dist.group.WORLD)
+
+
+class Layer(torch.nn.Module):
+    """Experts and a shared expert with all_reduces of their own, a residual and an RMSNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = Experts()
+        self.shared = torch.nn.Linear(HIDDEN_DIM, HIDDEN_DIM, bias=False)
+        self.norm = torch.nn.RMSNorm(HIDDEN_DIM, eps=1e-6)
+
+    def forward(self, x):
+        shared = funcol.all_reduce(self.shared(x), "sum", dist.group.WORLD)
+        x = x + (self.experts(x) + shared)
+        return x + self.norm(x)
+
+
 def _inputs():
     return torch.randn(6, HIDDEN_DIM)
 
 
 def rms_norm():
     return Tail(torch.nn.RMSNorm(HIDDEN_DIM, eps=1e-6)), (_inputs(),)
+
+
+def experts():
+    return torch.nn.Sequential(Layer(), Layer()), (_inputs(),)
 
 
 def graph_break():

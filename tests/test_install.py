@@ -562,8 +562,8 @@ def test_the_report_of_one_fused_tail_and_one_refused():
         "refusals": {reason: 1},
     }
     assert (found["all_reduces_before"], found["all_reduces_after"]) == (2, 1)
-    assert found["sites"] == [dataclasses.asdict(site)]
-    assert found["left"] == [dataclasses.asdict(left)]
+    assert found["sites"] == json.loads(json.dumps([dataclasses.asdict(site)]))
+    assert found["left"] == json.loads(json.dumps([dataclasses.asdict(left)]))
 
 
 def test_the_report_of_a_tail_that_a_guard_refused():

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 import moe_fusion
 from moe_fusion.cli import models
+from moe_fusion.cli.html import check_path, write_page
 from moe_fusion.cli.outcome import Outcome
 from moe_fusion.cli.progress import Progress
 from moe_fusion.errors import ModelError
@@ -48,16 +49,23 @@ def add_parser(subparsers: Any) -> None:
     )
     models.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="also write a page with each tail's graph drawn"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``explain`` and print what it found."""
     spec = models.spec_from_arguments(arguments)
+    path: Path | None = arguments.html
+    if path is not None:
+        check_path(path)
+    render = path is not None or not arguments.json
     with Progress() as progress:
-        outcome = explain(
-            spec, arguments.world_size, render=not arguments.json, progress=progress.step
-        )
+        outcome = explain(spec, arguments.world_size, render=render, progress=progress.step)
+    if path is not None:
+        write_page(outcome, path)
     print(outcome.as_json() if arguments.json else outcome.as_text())
     return 0
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-GRAPHS = ("before", "after")
+GRAPHS = ("nodes_before", "nodes_after")
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,16 @@ class Outcome:
     def as_text(self) -> str:
         """The report, the graph around one tail before and after, the difference and the times."""
         parts = [f"{self.model}, tensor parallel over {self.world_size} ranks", self.report_text]
-        rendered = [site for site in self.report["sites"] if site["before"]]
+        rendered = [site for site in self.report["sites"] if site["nodes_before"]]
         # a tail with a finalize shows most
         shown = next((site for site in rendered if site["top_k"]), next(iter(rendered), None))
         if shown is not None:
-            parts.append(f"The graph around {shown['anchor']}, before:\n{shown['before']}")
-            parts.append(f"After:\n{shown['after']}")
+            before, after = (
+                "\n".join(node["text"] for node in shown[key] if not node["outside"])
+                for key in GRAPHS
+            )
+            parts.append(f"The graph around {shown['anchor']}, before:\n{before}")
+            parts.append(f"After:\n{after}")
         if self.max_abs_diff is not None:
             parts.append(f"Largest difference in logits: {self.max_abs_diff:.3g}")
         parts.append(_times(self.seconds))

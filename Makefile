@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint bench clean browser
+.PHONY: demo test lint docs bench clean browser
 
 demo: .venv/.models
 	$(BIN)/moe-fusion demo
@@ -16,6 +16,9 @@ lint: .venv/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: .venv/.models
 	$(BIN)/python benchmarks/pass_cost.py
@@ -43,11 +46,15 @@ browser:
 
 .venv/.test: .venv/.python
 	$(INSTALL) -e ".[test]"
-	touch $@ .venv/.models
+	touch $@ .venv/.models .venv/.docs
+
+.venv/.docs: .venv/.python
+	$(INSTALL) -e ".[docs]"
+	touch $@
 
 .venv/.lint: .venv/.test
 	$(INSTALL) -e ".[test,lint]"
 	touch $@
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build site *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -64,7 +64,7 @@ def test_explain_counts_the_tails_of_each_family(capsys, family, fused, all_redu
     last = output["tails"][-1]
     assert (last["num_tokens"], last["hidden_dim"], last["top_k"]) == ("24", 128, 2)
     assert (last["dtype"], last["world_size"], last["shared"]) == ("bfloat16", 4, shared)
-    assert "before" not in last
+    assert "nodes_before" not in last
 
 
 def test_explain_reads_a_config_file(capsys, tmp_path):

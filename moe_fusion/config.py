@@ -65,7 +65,7 @@ class FusionConfig:
 
     Attributes:
         token_ceiling: the largest number of tokens T for which a tail is fused, in tokens. ``None``
-            takes the measured table of :mod:`moe_fusion.limits`. 0 fuses nothing.
+            takes the measured table of ``moe_fusion.limits``. 0 fuses nothing.
         fuse: which tails to fuse: ``"unfinalized"`` (a MoE tail whose top-k reduction is fused too)
             and ``"finalized"`` (an all_reduce of [T, H] rows: attention, a dense MLP, the
             embedding, or a MoE whose finalize was not recognised).

@@ -90,7 +90,7 @@ class MoEOutput:
     """What an un-reduced MoE layer returns: this rank's addend, still open.
 
     Attributes:
-        routed: the routed experts, [T, H] or an :class:`UnfinalizedMoEOutput`.
+        routed: the routed experts, [T, H] or an ``UnfinalizedMoEOutput``.
         shared_output: [T, H], the shared expert's partial, or None.
         routed_scaling_factor: multiplies the routed experts only, never the shared expert.
 
@@ -198,7 +198,7 @@ class TailArguments:
     """One rank's arguments of the fused op, in its order, without the group.
 
     The fields are those of ``moe_fusion::finalize_allreduce_rms_norm``: see
-    :mod:`moe_fusion.op`, where each has its shape and meaning.
+    ``moe_fusion.op``, where each has its shape and meaning.
     """
 
     routed: Tensor

@@ -1,6 +1,6 @@
 """``torch.ops.moe_fusion.finalize_allreduce_rms_norm``: the tail of a MoE layer as one op.
 
-In this order, T num_tokens, K top_k, H hidden_dim, R padded rows, W world size::
+In this order, T num_tokens, K top_k, H hidden_dim, R padded rows, W world size:
 
     partial      = routed_scaling_factor * finalize(routed, ...) + shared_output
     y            = output_scale * all_reduce(partial) + replicated_output
@@ -9,8 +9,8 @@ In this order, T num_tokens, K top_k, H hidden_dim, R padded rows, W world size:
 
 The op is functional: both outputs are fresh and contiguous, never a view of an input. ``norm_out``
 has the activation dtype (that of ``routed``), ``residual_out`` the residual's (without one, the
-activation dtype). Numerics are those of :mod:`moe_fusion.reference`. An empty ``group_name`` is
-this rank alone: there is nothing to reduce, and ``all_reduce`` is the identity.
+activation dtype). Numerics are those of ``moe_fusion.reference``. An empty ``group_name`` is this
+rank alone: there is nothing to reduce, and ``all_reduce`` is the identity.
 
 Errors: ``TypeError`` for a dtype, ``ValueError`` for a shape, a device or an unknown group, each
     with what was expected and what was got.

@@ -7,7 +7,7 @@ Numerics: all sums in fp32; a rank's partial is rounded once to the activation d
     once.
 
 With ``compute_dtype=torch.float64`` every function computes in fp64 and, as no rounding step
-applies to an exact oracle, :func:`tail` rounds nothing: that is what tests and benchmarks compare
+applies to an exact oracle, ``tail`` rounds nothing: that is what tests and benchmarks compare
 with.
 
 Shape legend: T num_tokens, K top_k, H hidden_dim, R rows of GEMM2's output.

@@ -192,7 +192,7 @@ def register_add_rms_norm(
     """Tell the pass that ``op`` adds a residual and is an RMSNorm of the sum.
 
     It computes ``total = input + residual``, rounded to its result's dtype, and normalises that as
-    :func:`register_rms_norm` says. Register before compiling. The same registration again changes
+    ``register_rms_norm`` says. Register before compiling. The same registration again changes
     nothing.
 
     Args:

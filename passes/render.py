@@ -34,7 +34,7 @@ class NodeText:
         name: the node's name.
         value: the dtype and shape of what it computes, or ``""``.
         target: the short name of what it calls; for an input of the graph ``"placeholder"``.
-        text: the line that :func:`render` writes for it.
+        text: the line that ``render`` writes for it.
         inputs: the names of the nodes that it reads.
         outside: it is not in the selection, but read by a node in it.
         leaves: it is in the selection and read by a node that is not.

@@ -135,8 +135,7 @@ def test_labels_fit_into_their_boxes(browser, explained):
     assert max(over) < 0
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [WIDE, PHONE])
+@pytest.mark.parametrize(("scheme", "width"), [("light", WIDE), ("dark", PHONE)])
 def test_people_can_read_it(browser, explained, scheme, width):
     path, _ = explained["one left"]
     visit = Visit(browser, path.as_uri(), width=width, scheme=scheme)

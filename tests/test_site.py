@@ -70,8 +70,10 @@ def browser():
         yield opened
 
 
-@pytest.mark.parametrize("name", ["index.html", "api.html", "adr/0001-eps-as-a-tensor.html"])
-@pytest.mark.parametrize("width", [WIDE, PHONE])
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [("index.html", PHONE), ("api.html", WIDE), ("adr/0001-eps-as-a-tensor.html", WIDE)],
+)
 def test_a_browser_opens_it_and_asks_this_host_alone(browser, address, name, width):
     visit = Visit(browser, f"{address}/{name}", width=width)
     visit.page.wait_for_load_state("networkidle")

@@ -119,10 +119,9 @@ class MoEFusionPass(CustomGraphPass):
         call = rewrite(graph, tail)
         if isinstance(call, NoMatch):
             return call
-        new = [n for n in graph.nodes if n not in known] if self.render else []
-        self.report.sites.append(
-            Site(**facts, nodes_before=before, nodes_after=node_texts(graph, new))
-        )
+        new = (node for node in graph.nodes if node not in known)
+        after = node_texts(graph, new) if self.render else ()
+        self.report.sites.append(Site(**facts, nodes_before=before, nodes_after=after))
         return None
 
     def _refuse(

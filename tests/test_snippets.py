@@ -13,6 +13,7 @@ NOT_RUN = {
     "README.md": 3,
     "docs/benchmarks.md": 4,
     "docs/index.md": 1,
+    "docs/vllm.md": 2,
 }
 
 

@@ -31,7 +31,7 @@ def finalize_allreduce_rms_norm(
 
     ``y = output_scale * all_reduce(partial) + replicated_output``; ``residual_out = residual + y``;
     ``norm_out = rms_norm(residual_out, eps) * (weight_bias + norm_weight)``. Numerics are those of
-    :mod:`moe_fusion.reference`.
+    ``moe_fusion.reference``.
 
     Args:
         moe_output: this rank's partial: a ``MoEOutput``, or a tensor [T, H] or [B, S, H] that
@@ -130,7 +130,7 @@ class MoETailRMSNorm(nn.Module):
     """The RMSNorm after a tail, with the tail: it reduces, adds the residual and normalises.
 
     Called with ``(moe_output, residual)`` it returns ``(norm_out, residual_out)``, as
-    :func:`finalize_allreduce_rms_norm` does. It takes a ``MoEOutput`` and a plain partial alike, so
+    ``finalize_allreduce_rms_norm`` does. It takes a ``MoEOutput`` and a plain partial alike, so
     a decoder layer is written once for MoE and dense layers, large and small batches.
 
     Args:

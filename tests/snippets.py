@@ -23,7 +23,7 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).parent.parent
 SETUP_FOLDER = Path(__file__).parent / "snippet_setup"
 SETUPS = {
-    "README.md": "block.py",
+    "README.md": "own_layer.py",
     "docs/contract.md": "moe_output.py",
     "docs/explain.md": "block.py",
     "docs/index.md": "block.py",

@@ -1,6 +1,6 @@
 """vLLM's un-reduced MoE output as a ``MoEOutput``; vLLM is not imported.
 
-Its dataclasses are known by their fields, which have the names of :mod:`moe_fusion.contract`::
+Its dataclasses are known by their fields, which have the names of ``moe_fusion.contract``::
 
     UnfinalizedMoEOutput   gemm2_permuted, expert_weights, expanded_idx_to_permuted_idx
     MoEOutput              routed, shared_output, routed_scaling_factor, max_num_tokens

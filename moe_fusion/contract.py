@@ -195,7 +195,7 @@ _register_pytree(MoEOutput, "routed", "shared_output", static=("routed_scaling_f
 
 @dataclass(frozen=True, eq=False)
 class TailArguments:
-    """One rank's arguments of the fused op, in its order, without the group.
+    """One rank's arguments of the fused op, in its order, but for the group.
 
     The fields are those of ``moe_fusion::finalize_allreduce_rms_norm``: see
     ``moe_fusion.op``, where each has its shape and meaning.
@@ -212,6 +212,7 @@ class TailArguments:
     weight_bias: float = 0.0
     routed_scaling_factor: float = 1.0
     output_scale: float = 1.0
+    output_scale_tensor: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -250,6 +251,7 @@ class TailArguments:
                 "expanded_idx_to_permuted_idx: expected None without expert_weights, got a tensor"
             )
         self._check_addends()
+        self._check_output_scale()
         if self.norm_weight is not None:
             expect.floating("norm_weight", self.norm_weight)
             expect.shape("norm_weight", self.norm_weight, "[H]", self.hidden_dim)
@@ -258,6 +260,17 @@ class TailArguments:
             raise ValueError(
                 f"weight_bias: expected 0.0 without norm_weight, got {self.weight_bias}"
             )
+
+    def _check_output_scale(self) -> None:
+        scale, name = self.output_scale_tensor, "output_scale_tensor"
+        if scale is None:
+            return
+        if scale.dim() != 0:
+            raise ValueError(f"{name}: expected a 0-d tensor, got shape {expect.sizes(scale)}")
+        if not scale.is_floating_point():
+            raise TypeError(f"{name}: expected a float dtype, got {scale.dtype}")
+        if scale.device.type != "cpu":
+            expect.device(name, scale, self.routed.device)
 
     def _check_addends(self) -> None:
         for name in ("shared_output", "replicated_output", "residual"):

@@ -3,9 +3,11 @@
 In this order, T num_tokens, K top_k, H hidden_dim, R padded rows, W world size:
 
     partial      = routed_scaling_factor * finalize(routed, ...) + shared_output
-    y            = output_scale * all_reduce(partial) + replicated_output
+    y            = scale * all_reduce(partial) + replicated_output
     residual_out = residual + y
     norm_out     = residual_out * rsqrt(mean(residual_out ** 2) + eps) * (weight_bias + norm_weight)
+
+where ``scale = output_scale * output_scale_tensor``.
 
 The op is functional: both outputs are fresh and contiguous, never a view of an input. ``norm_out``
 has the activation dtype (that of ``routed``), ``residual_out`` the residual's (without one, the
@@ -18,7 +20,7 @@ Errors: ``TypeError`` for a dtype, ``ValueError`` for a shape, a device or an un
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 import torch.distributed as dist
@@ -35,7 +37,9 @@ from moe_fusion.workspace import workspace_for
 
 ALONE = ""  # the group_name of a rank that reduces over nobody else
 
-_EPS = [field.name for field in fields(TailArguments)].index("eps")
+_FIELDS = [field.name for field in fields(TailArguments)]
+_EPS = _FIELDS.index("eps")
+_GROUP = _FIELDS.index("output_scale_tensor")  # which follows the group, as it may be left out
 
 _OPERANDS = (
     "Tensor routed, "  # [R,H] rows when expert_weights is given, else [T,H] finalized
@@ -50,7 +54,9 @@ _SCALARS = (
     "float weight_bias, "  # 1.0 is the Gemma (1 + w) form
     "float routed_scaling_factor, "
     "float output_scale, "  # multiplies the reduced sum
-    "str group_name) -> (Tensor norm_out, Tensor residual_out)"
+    "str group_name, "
+    # 0-d, and each rank's own: on the rows' device, or in host memory, where it is read on the host
+    "Tensor? output_scale_tensor=None) -> (Tensor norm_out, Tensor residual_out)"
 )
 _OVERLOADS = {
     "": "float eps, ",
@@ -71,7 +77,7 @@ OP_EPS_TENSOR = torch.ops.moe_fusion.finalize_allreduce_rms_norm.eps_tensor
 
 def check_operands(*operands: object) -> TailArguments:
     """The op's operands without the group, checked; an ``eps`` that is a tensor is read."""
-    values = list(operands[:-1])
+    values = [*operands[:_GROUP], *operands[_GROUP + 1 :]]
     eps = values[_EPS]
     if isinstance(eps, Tensor):
         if eps.dim() != 0 or eps.device.type != "cpu":
@@ -96,7 +102,7 @@ def _group(name: str) -> dist.ProcessGroup | None:
 def _reference_kernel(*operands: object) -> tuple[Tensor, Tensor]:
     """Reference numerics around the group's own all_reduce, whatever its backend."""
     args = check_operands(*operands)
-    group = _group(operands[-1])  # type: ignore[arg-type]
+    group = _group(operands[_GROUP])  # type: ignore[arg-type]
     partial = reference.partial(args).to(args.routed.dtype).contiguous()
     if partial.shape[0] and group is not None:
         dist.all_reduce(partial, group=group)
@@ -104,10 +110,18 @@ def _reference_kernel(*operands: object) -> tuple[Tensor, Tensor]:
     return norm_out.contiguous(), residual_out.contiguous()
 
 
+def _host_scale_read(args: TailArguments) -> TailArguments:
+    """The same arguments with a scale that is in host memory as a number."""
+    scale = args.output_scale_tensor
+    if scale is None or scale.device.type != "cpu":
+        return args
+    return replace(args, output_scale=reference.scale(args).item(), output_scale_tensor=None)
+
+
 def _cuda_kernel(*operands: object) -> tuple[Tensor, Tensor]:
     """One kernel where the group has a workspace that holds this call, else the composite path."""
-    args = check_operands(*operands)
-    group = _group(operands[-1])  # type: ignore[arg-type]
+    args = _host_scale_read(check_operands(*operands))
+    group = _group(operands[_GROUP])  # type: ignore[arg-type]
     if args.num_tokens == 0:
         return _outputs(args)
     from moe_fusion.kernels.composite import composite

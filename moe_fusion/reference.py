@@ -2,7 +2,8 @@
 
 Numerics: all sums in fp32; a rank's partial is rounded once to the activation dtype when it is
     sent; ranks are added in rank order in fp32 and the sum is rounded once to the activation dtype,
-    as an all_reduce's output is; ``residual_out`` is rounded once, to the residual's dtype, and the
+    as an all_reduce's output is; both output scales are multiplied, and applied, in fp32, each
+    exactly as it is given; ``residual_out`` is rounded once, to the residual's dtype, and the
     norm reads the rounded value; weight and bias are applied in fp32 and ``norm_out`` is rounded
     once.
 
@@ -74,6 +75,14 @@ def all_reduce(partials: Sequence[Tensor], compute_dtype: torch.dtype = torch.fl
     return total
 
 
+def scale(args: TailArguments, compute_dtype: torch.dtype = torch.float32) -> Tensor:
+    """``output_scale * output_scale_tensor``, which multiplies the reduced sum: 0-d."""
+    tensor = args.output_scale_tensor
+    device = args.routed.device if tensor is None else tensor.device
+    constant = torch.tensor(args.output_scale, dtype=compute_dtype, device=device)
+    return constant if tensor is None else constant * tensor.to(compute_dtype)
+
+
 def finish(
     reduced: Tensor, args: TailArguments, compute_dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
@@ -89,7 +98,7 @@ def finish(
         dtype, or both in fp64 for the oracle.
     """
     exact = compute_dtype == torch.float64
-    total = reduced.to(compute_dtype) * args.output_scale
+    total = reduced.to(compute_dtype) * scale(args, compute_dtype)
     if args.replicated_output is not None:
         total = total + args.replicated_output.to(compute_dtype)
     if args.residual is not None:

@@ -9,6 +9,8 @@ itself an all_reduce over the same group is a second partial of one reduction.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,17 +25,18 @@ from moe_fusion.passes.nodes import (
     aten,
     describe,
     dtype,
-    either_order,
     has_value,
     is_cast,
     is_reshape,
     keeps_rows,
+    mul_operands,
     same_shape,
     scaled_operand,
     shape,
     sole_user,
     strip_casts,
-    terms,
+    tensor_scaled_operand,
+    tensor_terms,
 )
 from moe_fusion.passes.norm_parts import Norm, ResidualSum
 from moe_fusion.passes.norms import match_norm, reads_layer_norm
@@ -41,15 +44,36 @@ from moe_fusion.passes.norms import match_norm, reads_layer_norm
 
 @dataclass(frozen=True)
 class Addend:
-    """Something added after the reduction, and the scale that multiplies it later on."""
+    """Something added after the reduction, and what multiplies it later on.
+
+    Attributes:
+        node: the addend.
+        scale: a constant factor.
+        tensor_scales: factors that are tensors of one element.
+    """
 
     node: Node
     scale: float = 1.0
+    tensor_scales: tuple[Node, ...] = ()
+
+    @property
+    def scaled(self) -> bool:
+        """Whether anything but a sign changes it."""
+        return abs(self.scale) != 1.0 or bool(self.tensor_scales)
+
+    @property
+    def may_overflow(self) -> bool:
+        """Whether it could overflow alone where a sum with it does not."""
+        grows = abs(self.scale) > 1.0 or bool(self.tensor_scales)
+        return grows and dtype(self.node) == torch.float16
 
 
 @dataclass(frozen=True)
 class Merged:
-    """Another all_reduce whose sum is added to the first one's, and the scale of its sum."""
+    """Another all_reduce whose sum is added to the first one's, and its sum's constant factor.
+
+    Factors that are tensors are those of the first.
+    """
 
     all_reduce: AllReduce
     scale: float
@@ -65,6 +89,7 @@ class After:
         residual: what was added last, no wider than ``residual_sum``, or None.
         replicated: what else was added after the reduction.
         output_scale: multiplies the reduced sum.
+        tensor_scales: tensors of one element that multiply it as well.
         merged: other all_reduces whose sums were added to this one's.
         interior: the nodes between the all_reduces and the residual sum, without either end.
     """
@@ -74,6 +99,7 @@ class After:
     residual: Node | None
     replicated: tuple[Addend, ...]
     output_scale: float
+    tensor_scales: tuple[Node, ...]
     merged: tuple[Merged, ...]
     interior: tuple[Node, ...]
 
@@ -97,14 +123,21 @@ class _Path:
     interior: list[Node] = field(default_factory=list)
     addends: list[Addend] = field(default_factory=list)
     scale: float = 1.0
+    tensor_scales: tuple[Node, ...] = ()
 
-    def multiply(self, factor: float) -> None:
+    def multiply(self, factor: float, *tensors: Node) -> None:
         self.scale *= factor
-        self.addends = [replace(addend, scale=addend.scale * factor) for addend in self.addends]
+        self.tensor_scales += tensors
+        self.addends = [_times(addend, factor, *tensors) for addend in self.addends]
 
     def step(self, user: Node) -> None:
         self.interior.append(self.node)
         self.node = user
+
+
+def _times(addend: Addend, factor: float, *tensors: Node) -> Addend:
+    scales = (*addend.tensor_scales, *tensors)
+    return replace(addend, scale=addend.scale * factor, tensor_scales=scales)
 
 
 _WHY_NOT: dict[Any, str] = {
@@ -125,14 +158,18 @@ def _why_not(node: Node, user: Node | None) -> NoMatch:
         return NoMatch(f"what the all_reduce feeds is read several times ({names})", node)
     if user.op == "output":
         return NoMatch("no RMSNorm reads the sum", node)
-    reason = _WHY_NOT.get(user.target)
+    return NoMatch(_what_comes_between(node, user), user)
+
+
+def _what_comes_between(node: Node, user: Node) -> str:
     if is_reshape(user):
-        reason = "a view splits the rows"
+        return "a view splits the rows"
     if is_all_reduce(user):
-        reason = "two all_reduces are chained"
-    if reason is None:
-        reason = f"{describe(user)} comes between the all_reduce and the norm"
-    return NoMatch(reason, user)
+        return "two all_reduces are chained"
+    if mul_operands(user) is not None and same_shape(shape(user), shape(node)):
+        return "the sum is multiplied by a tensor of several elements: expected one number"
+    other = f"{describe(user)} comes between the all_reduce and the norm"
+    return _WHY_NOT.get(user.target, other)
 
 
 def _advance(path: _Path) -> NoMatch | None:
@@ -143,20 +180,36 @@ def _advance(path: _Path) -> NoMatch | None:
     if keeps_rows(user) or is_cast(user):
         path.step(user)
         return None
-    for (operand, factor), (other, weight) in either_order(terms(user)):
-        if operand is node and has_value(other) and same_shape(shape(other), shape(node)):
-            path.multiply(factor)
-            path.addends.append(Addend(other, weight))
+    for (operand, factor, tensors), other in itertools.permutations(tensor_terms(user), 2):
+        if operand is node and has_value(other[0]) and same_shape(shape(other[0]), shape(node)):
+            path.multiply(factor, *tensors)
+            path.addends.append(Addend(*other))
             path.step(user)
-            return None
+            return _overflow(path.addends[-1:], user)
+    scaled = _scaled(node, user)
+    if scaled is None:
+        return _why_not(node, user)
+    path.multiply(*scaled)
+    path.step(user)
+    return _overflow(path.addends, user)
+
+
+def _overflow(changed: list[Addend], node: Node) -> NoMatch | None:
+    """Why what ``node`` scales as a sum, or as it adds it, cannot be scaled alone."""
+    if not any(addend.may_overflow for addend in changed):
+        return None
+    return NoMatch("an addend that is scaled up alone could overflow float16", node)
+
+
+def _scaled(node: Node, user: Node) -> tuple[float, *tuple[Node, ...]] | None:
+    """By what ``user`` multiplies ``node``: a constant, or 1 and a tensor of one element."""
     scaled = scaled_operand(user)
     if scaled is not None and scaled[0] is node:
-        if path.addends and dtype(node) == torch.float16 and abs(scaled[1]) > 1.0:
-            return NoMatch("a factor above 1 could overflow float16 in an addend alone", user)
-        path.multiply(scaled[1])
-        path.step(user)
-        return None
-    return _why_not(node, user)
+        return (scaled[1],)
+    by_tensor = tensor_scaled_operand(user)
+    if by_tensor is not None and by_tensor[0] is node:
+        return 1.0, by_tensor[1]
+    return None
 
 
 def _split_sums(path: _Path) -> None:
@@ -165,8 +218,8 @@ def _split_sums(path: _Path) -> None:
     pending = path.addends[::-1]
     while pending:
         addend = pending.pop()
-        parts = _parts(addend) if sole_user(addend.node) else []
-        if parts:
+        parts = _parts(addend)
+        if any(_holds_sum(part) for part in parts):
             path.interior.append(addend.node)
             pending.extend(parts)
         else:
@@ -174,21 +227,28 @@ def _split_sums(path: _Path) -> None:
     path.addends = opened
 
 
+def _holds_sum(addend: Addend) -> bool:
+    """Whether a reduced sum is among the terms of an addend that nothing else reads."""
+    return is_reduced(addend.node) or any(map(_holds_sum, _parts(addend)))
+
+
 def _parts(addend: Addend) -> list[Addend]:
-    """The terms of a sum with a reduced sum in it, or the reduced sum that is scaled."""
-    pair = add_operands(addend.node)
-    if pair is not None and _opens(pair, addend.node):
-        return [Addend(node, addend.scale) for node in pair]
-    scaled = scaled_operand(addend.node)
-    if scaled is not None and is_reduced(scaled[0]):
-        return [Addend(scaled[0], addend.scale * scaled[1])]
+    """The terms of a sum, or what is scaled; none of what is read elsewhere."""
+    node = addend.node
+    if sole_user(node) is None:
+        return []
+    pair = add_operands(node)
+    if pair is not None and not addend.may_overflow:
+        whole = all(has_value(n) and same_shape(shape(n), shape(node)) for n in pair)
+        return [replace(addend, node=n) for n in pair] if whole else []
+    scaled = scaled_operand(node)
+    if scaled is not None:
+        return [_times(replace(addend, node=scaled[0]), scaled[1])]
+    by_tensor = tensor_scaled_operand(node)
+    # Of a promoted product the addends would be rounded, where the graph adds it as it is.
+    if by_tensor is not None and dtype(by_tensor[0]) == dtype(node):
+        return [_times(replace(addend, node=by_tensor[0]), 1.0, by_tensor[1])]
     return []
-
-
-def _opens(pair: tuple[Any, Any], total: Node) -> bool:
-    """Whether ``pair``, the operands of ``total``, holds a reduced sum and broadcasts nothing."""
-    whole = all(has_value(n) and same_shape(shape(n), shape(total)) for n in pair)
-    return whole and any(map(is_reduced, pair))
 
 
 def _merge(path: _Path, first: AllReduce) -> list[Merged]:
@@ -211,8 +271,11 @@ def _merge(path: _Path, first: AllReduce) -> list[Merged]:
 def _scales_fit(path: _Path, addend: Addend, first: AllReduce) -> bool:
     """Whether one reduction can take both scales: if they differ, the partials are scaled.
 
-    In fp16 a partial that is scaled up may overflow where the scaled sum does not.
+    In fp16 a partial that is scaled up may overflow where the scaled sum does not. A tensor may
+    differ between ranks, so that it never moves to the other side of a reduction.
     """
+    if Counter(addend.tensor_scales) != Counter(path.tensor_scales):
+        return False
     if addend.scale == path.scale:
         return True
     grows = max(abs(addend.scale), abs(path.scale)) > 1.0
@@ -259,6 +322,7 @@ def match_after(first: AllReduce) -> After | NoMatch:
         residual,
         tuple(path.addends),
         path.scale,
+        path.tensor_scales,
         tuple(merged),
         tuple(path.interior),
     )
@@ -276,7 +340,7 @@ def _residual_sum(path: _Path, norm: Norm) -> ResidualSum:
 
 def _take_residual(path: _Path, wanted: torch.dtype) -> Node | NoMatch | None:
     """Take out what was added last and unscaled, in the dtype in which the sum is kept."""
-    unscaled = [addend for addend in path.addends if addend.scale == 1.0]
+    unscaled = [a for a in path.addends if a.scale == 1.0 and not a.tensor_scales]
     if not unscaled:
         return None
     path.addends.remove(unscaled[-1])
@@ -292,18 +356,24 @@ def _take_residual(path: _Path, wanted: torch.dtype) -> Node | NoMatch | None:
 def _inexpressible(after: After, first: AllReduce) -> NoMatch | None:
     """Why the op cannot stand for ``after``, or None."""
     total, activation = after.residual_sum.place, dtype(first.input)
-    for addend in after.replicated:
-        found = dtype(strip_casts(addend.node))
-        if found != activation:
-            what = f"what is added after the reduction is {found}: expected {activation}"
-            return NoMatch(what, addend.node)
-        changed = abs(addend.scale) != 1.0 or len(after.replicated) > 1
-        if changed and dtype(addend.node) != activation:
-            return NoMatch(f"addends are scaled or summed in {dtype(addend.node)}", addend.node)
+    if (stop := _inexpressible_addends(after, activation)) is not None:
+        return stop
     if after.residual is not None:
         return None
     if not after.merged and not after.replicated and _norm_comes_first(after.norm):
         return NoMatch("the norm comes before the residual add", after.norm.output)
     if after.residual_dtype != activation:
         return NoMatch(f"the sum is {after.residual_dtype}: expected {activation}", total)
+    return None
+
+
+def _inexpressible_addends(after: After, activation: torch.dtype) -> NoMatch | None:
+    for addend in after.replicated:
+        found = dtype(strip_casts(addend.node))
+        if found != activation:
+            what = f"what is added after the reduction is {found}: expected {activation}"
+            return NoMatch(what, addend.node)
+        changed = addend.scaled or len(after.replicated) > 1
+        if changed and dtype(addend.node) != activation:
+            return NoMatch(f"addends are scaled or summed in {dtype(addend.node)}", addend.node)
     return None

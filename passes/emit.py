@@ -125,9 +125,25 @@ class Emitter:
             return node
         return self.call(prims.convert_element_type.default, node, wanted)
 
-    def scaled(self, node: Node, factor: float) -> Node:
-        """``node`` times a constant."""
-        return node if factor == 1.0 else self.call(aten.mul.Tensor, node, factor)
+    def scaled(self, node: Node, factor: float, tensors: tuple[Node, ...] = ()) -> Node:
+        """``node`` times a constant and tensors of one element, in the dtype of ``node``."""
+        result = node if factor == 1.0 else self.call(aten.mul.Tensor, node, factor)
+        for tensor in tensors:
+            result = self.call(aten.mul.Tensor, result, self.scalar(tensor))
+        return result
+
+    def scalar(self, node: Node) -> Node:
+        """A tensor of one element as a 0-d tensor, which changes no other's dtype."""
+        return node if shape(node) == () else self.reshape(node)
+
+    def product(self, tensors: tuple[Node, ...]) -> Node | None:
+        """The product of tensors of one element as a 0-d float, None for none; of several, fp32."""
+        if not tensors:
+            return None
+        first, *others = map(self.scalar, tensors)
+        if others or not dtype(first).is_floating_point:
+            first = self.cast(first, torch.float32)
+        return self.scaled(first, 1.0, tuple(others))
 
     def total(self, nodes: list[Node]) -> Node | None:
         """The sum of ``nodes``, None for none."""

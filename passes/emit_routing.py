@@ -22,7 +22,8 @@ def emit_routing(
     Args:
         emit: where to add nodes.
         finalize: the reduction.
-        tensor_scales: 0-d tensors that multiply the routed experts, put into the weights.
+        tensor_scales: tensors of one element that multiply the routed experts, put into the
+            weights.
     """
     routing = _Routing(emit, finalize)
     return routing.weights(tensor_scales), routing.index()
@@ -92,9 +93,9 @@ class _Routing:
         if len(factors) == 1 and not tensor_scales:
             return factors[0]
         product = emit.cast(factors[0], torch.float32)
-        for factor in (*factors[1:], *tensor_scales):
+        for factor in factors[1:]:
             product = emit.call(aten.mul.Tensor, product, factor)
-        return product
+        return emit.scaled(product, 1.0, tensor_scales)
 
     def index(self) -> Node | None:
         """[T, K] int32, -1 where the row is dropped; None where it would only count."""

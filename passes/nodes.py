@@ -218,6 +218,21 @@ def _terms_of_addcmul(node: Node) -> tuple[tuple[Any, float], tuple[Any, float]]
     return None
 
 
+def tensor_terms(node: Node) -> tuple[tuple[Any, float, tuple[Node, ...]], ...]:
+    """:func:`terms`, each also with the tensors of one element that multiply it; none for None."""
+    pair = terms(node)
+    if pair is not None:
+        return tuple((operand, factor, ()) for operand, factor in pair)
+    value = constant(node.kwargs.get("value", 1))
+    if not calls(node, aten.addcmul.default) or value is None:
+        return ()
+    for operand, scale in either_order((arg(node, 1), arg(node, 2))):
+        if is_scale(scale) and not is_scale(operand):
+            factors: tuple[Node, ...] = (scale,)
+            return (arg(node, 0), 1.0, ()), (operand, value, factors)
+    return ()
+
+
 def add_operands(node: Node) -> tuple[Any, Any] | None:
     """Both operands of a plain add."""
     pair = terms(node)
@@ -264,6 +279,21 @@ def constant(value: object) -> float | None:
 def is_scalar_tensor(node: Any) -> bool:
     """Whether ``node`` holds a 0-d tensor."""
     return has_value(node) and shape(node) == ()
+
+
+def is_scale(node: Any) -> bool:
+    """Whether ``node`` holds one real number: a tensor of one element, of any rank."""
+    if not has_value(node) or dtype(node).is_complex:
+        return False
+    return all(same(size, 1) for size in shape(node))
+
+
+def tensor_scaled_operand(node: Node) -> tuple[Node, Node] | None:
+    """The tensor that ``node`` multiplies by one element, unless it broadcasts it; the element."""
+    for operand, scale in either_order(mul_operands(node)):
+        if is_scale(scale) and has_value(operand) and same_shape(shape(operand), shape(node)):
+            return operand, scale
+    return None
 
 
 def getitem_of(node: Any, index: int, *targets: Any) -> Node | None:

@@ -22,15 +22,15 @@ from moe_fusion.passes.nodes import (
     either_order,
     has_value,
     is_cast,
-    is_scalar_tensor,
+    is_scale,
     keeps_rows,
-    mul_operands,
     num_rows,
     same,
     same_shape,
     scaled_operand,
     shape,
     strip_casts,
+    tensor_scaled_operand,
     terms,
 )
 from moe_fusion.passes.routing import in_token_order
@@ -52,7 +52,7 @@ class Partial:
         routed: the finalized rows, [..., H]; unused when ``finalize`` is given.
         finalize: the top-k reduction, or None.
         scale: multiplies the routed experts.
-        tensor_scales: 0-d tensors that multiply the routed experts.
+        tensor_scales: tensors of one element that multiply the routed experts.
         shared: what is added to the routed experts.
         interior: the nodes that the op replaces, from below the rows to the all_reduce's input.
     """
@@ -87,12 +87,12 @@ def _with_finalize(node: Node) -> Partial | None:
     if scaled is not None:
         inner = _with_finalize(scaled[0])
         return inner and inner.scaled(scaled[1]).under(node)
-    for operand, other in either_order(mul_operands(node)):
-        if has_value(operand) and is_scalar_tensor(other):
-            inner = _with_finalize(operand)
-            if inner is not None and not inner.shared:
-                scales = (*inner.tensor_scales, other)
-                return replace(inner, tensor_scales=scales).under(node)
+    tensor_scaled = tensor_scaled_operand(node)
+    if tensor_scaled is not None:
+        inner = _with_finalize(tensor_scaled[0])
+        if inner is not None and not inner.shared:
+            scales = (*inner.tensor_scales, tensor_scaled[1])
+            return replace(inner, tensor_scales=scales).under(node)
     return _with_shared(node)
 
 
@@ -110,14 +110,14 @@ def _with_shared(node: Node) -> Partial | None:
 
 
 def _with_multiply_add(node: Node) -> Partial | None:
-    """Matches ``addcmul(shared, routed, scale)`` where the scale is a 0-d tensor."""
+    """Matches ``addcmul(shared, routed, scale)`` where the scale is a tensor of one element."""
     if not calls(node, aten.addcmul.default):
         return None
     base, value = arg(node, 0), constant(node.kwargs.get("value", 1))
     if value is None or not same_shape(shape(base), shape(node)):
         return None
     for operand, scale in either_order((arg(node, 1), arg(node, 2))):
-        if not is_scalar_tensor(scale) or not same_shape(shape(operand), shape(node)):
+        if not is_scale(scale) or not same_shape(shape(operand), shape(node)):
             continue
         inner = _with_finalize(operand)
         if inner is not None and not inner.shared:

@@ -72,7 +72,11 @@ def _emit_call(emit: Emitter, tail: Tail) -> Node:
     after = tail.after
     residual = after.residual
     routed, weights, index, shared = _emit_partial(emit, tail)
-    replicated = [emit.scaled(emit.rows(strip_casts(a.node)), a.scale) for a in after.replicated]
+    replicated = [
+        emit.scaled(emit.rows(strip_casts(a.node)), a.scale, a.tensor_scales)
+        for a in after.replicated
+    ]
+    scale = emit.product(after.tensor_scales)
     norm_weight = after.norm.weight
     if norm_weight is not None and len(shape(norm_weight)) != 1:
         norm_weight = emit.reshape(norm_weight, -1)
@@ -90,6 +94,7 @@ def _emit_call(emit: Emitter, tail: Tail) -> Node:
         tail.partials[0].scale,
         after.output_scale,
         tail.anchor.group,
+        *(() if scale is None else (scale,)),
         fake=partial(_fake_outputs, tail),
     )
 

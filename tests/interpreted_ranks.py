@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from tail_cases import Case
 
+from moe_fusion import reference
 from moe_fusion.buffers import STATE_WORDS, Workspace, slots_bytes
 from moe_fusion.contract import TailArguments
 from moe_fusion.errors import PeerTimeoutError
@@ -69,6 +70,19 @@ def run_cases(rank, world_size, folder, cases, delays=None):
             inputs[case] = case.rank(rank)
         outputs.append(launch(inputs[case], _workspaces[folder]))
     return outputs
+
+
+def run_composite(rank, world_size, cases):
+    """The composite path's kernels around no reduction, and the reference, for each case."""
+    from moe_fusion.kernels.composite import add_rms_norm, finalize
+
+    pairs = []
+    for case in cases:
+        args = case.rank(rank)
+        want = reference.partial(args).to(case.dtype)
+        pairs.append(((finalize(args),), (want,)))
+        pairs.append((add_rms_norm(want, args), reference.finish(want, args)))
+    return pairs
 
 
 def _bf16(*shape, value=1.0):

@@ -46,6 +46,8 @@ class Case:
     norm: bool = True
     routed_scaling_factor: float = 1.0
     output_scale: float = 1.0
+    output_scale_tensor: float | None = None
+    scale_dtype: torch.dtype = torch.float32
     weight_bias: float = 0.0
     row_padding: int = 0
     seed: int = 0
@@ -73,7 +75,15 @@ class Case:
             weight_bias=self.weight_bias if self.norm else 0.0,
             routed_scaling_factor=self.routed_scaling_factor,
             output_scale=self.output_scale,
+            output_scale_tensor=self._scale(device),
         )
+
+    def _scale(self, device):
+        """A 0-d tensor at an address that no vector load could take."""
+        if self.output_scale_tensor is None:
+            return None
+        values = torch.tensor([torch.nan, self.output_scale_tensor], dtype=self.scale_dtype)
+        return values.to(device)[1]
 
     def _routing(self, generator):
         tokens, hidden, top_k = self.num_tokens, self.hidden_dim, self.top_k

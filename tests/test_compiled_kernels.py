@@ -25,7 +25,15 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-OPTIONAL = ("expert_weights", "permutation", "shared", "replicated", "residual", "norm_weight")
+OPTIONAL = (
+    "expert_weights",
+    "permutation",
+    "shared",
+    "replicated",
+    "residual",
+    "norm_weight",
+    "output_scale_tensor",
+)
 FLOATS = ("eps", "weight_bias", "routed_scale", "output_scale")
 POINTERS = {
     "peers": "*i64",
@@ -33,6 +41,7 @@ POINTERS = {
     "error_word": "*i32",
     "permutation": "*i32",
     "expert_weights": "*fp32",
+    "output_scale_tensor": "*fp32",
 }
 
 

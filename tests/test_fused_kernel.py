@@ -77,6 +77,9 @@ ADDENDS = [
     Case(3, 64, residual=False, seed=14),
     Case(3, 64, shared=False, replicated=True, output_scale=0.25, seed=15),
     Case(3, 64, replicated=True, routed_scaling_factor=2.5, output_scale=0.5, seed=16),
+    Case(3, 64, replicated=True, output_scale=0.5, output_scale_tensor=-0.3, seed=19),
+    Case(3, 64, output_scale_tensor=0.75, scale_dtype=torch.bfloat16, seed=9),
+    Case(3, 64, output_scale_tensor=0.1, scale_dtype=torch.float64, seed=10),
     Case(3, 64, weight_bias=1.0, norm_dtype=torch.float32, seed=17),
     Case(3, 64, residual_dtype=torch.float32, norm=False, seed=18),
 ]
@@ -88,6 +91,13 @@ def test_every_shape_matches_the_oracle_and_ranks_are_bit_equal(pool, workspace)
 
 def test_every_combination_of_addends_matches_the_oracle(pool, workspace):
     run_and_compare(pool, workspace, ADDENDS)
+
+
+def test_the_composite_paths_kernels_are_the_reference(pools):
+    """The partial and residual_out bit for bit; norm_out's sum of squares has its own order."""
+    for got, want in pools[2].run(ranks.run_composite, ADDENDS, ranks=[0])[0]:
+        assert same_bits(got[-1:], want[-1:])
+        assert relative_error(got[0], want[0].double()) <= tolerance(torch.bfloat16, 192)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -105,7 +115,9 @@ def test_every_mix_of_dtypes_matches_the_oracle(pools, tmp_path, dtype):
 def test_the_result_is_the_references_but_for_the_rounding_of_the_norm(pools, tmp_path):
     """Sums, scales and roundings are the reference's own, so residual_out is bit-equal."""
     pool = pools[4]
-    case = Case(4, 2880, top_k=4, replicated=True, output_scale=0.3, seed=30)
+    case = Case(
+        4, 2880, top_k=4, replicated=True, output_scale=0.3, output_scale_tensor=0.7, seed=30
+    )
     workspace = make_workspace(pool, tmp_path)
     _, residual_out = pool.run(ranks.run_cases, workspace, [case])[0][0]
     expected = reference.tail([case.rank(r) for r in range(4)])[0][1]

@@ -74,6 +74,7 @@ def test_every_width_and_combination_matches_the_oracle(pool, dtype):
         Case(2, 5120, top_k=9, dtype=dtype, residual=False, weight_bias=1.0, seed=4),
         Case(2, 16384, top_k=2, dtype=dtype, routing="token_major", shared=False, seed=5),
         Case(3, 264, dtype=dtype, routing="finalized", norm=False, seed=6),
+        Case(3, 64, dtype=dtype, output_scale_tensor=0.75, scale_dtype=dtype, seed=8),
         Case(3, 4096, dtype=dtype, weights_dtype=torch.bfloat16, norm_dtype=torch.float32, seed=7),
     ]
     outputs = pool.run(ranks.run_cases, cases)

@@ -9,9 +9,12 @@ import spellings
 from families import FAMILIES
 from shared_places import PLACES
 from test_refused import CASES
+from test_tensor_scales import AFTER, BEFORE, HELD, WITH_ADDEND
 
 PAGE = Path(__file__).parent.parent / "docs" / "matched.md"
 
+SCALES_TEXT = """`s` and `t` are tensors of one element, `y` the reduced sum, `shared` an addend of
+each rank. Of several elements they are refused."""
 FAMILIES_TEXT = """One layer over two ranks: fused tails without a finalize, the MoE tail by where
 its shared expert joins it, and the all_reduces that are left."""
 
@@ -31,6 +34,13 @@ def page():
             ("finalize", "; ".join(spellings.FINALIZE)),
             ("RMSNorm", "; ".join(spellings.NORMS)),
             ("all_reduce", "; ".join(spellings.ALL_REDUCES)),
+        ),
+        "## Scales that are tensors\n\n" + SCALES_TEXT,
+        table(
+            ("part", "spellings"),
+            ("held as", "; ".join(dict.fromkeys(hold for hold, *_ in HELD))),
+            ("on the routed experts", "; ".join(BEFORE)),
+            ("after the all_reduce", "; ".join(f"`{case}`" for case in (*AFTER, *WITH_ADDEND))),
         ),
         "## Places of a shared expert",
         table(

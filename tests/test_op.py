@@ -20,13 +20,15 @@ BF16 = torch.bfloat16
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 T, K, H = inputs.T, inputs.K, inputs.H
 FIELDS = [field.name for field in dataclasses.fields(TailArguments)]
+GROUP = FIELDS.index("output_scale_tensor")
 
 
 def operands(args: TailArguments, group="0", *, eps_tensor=False):
     values = [getattr(args, name) for name in FIELDS]
     if eps_tensor:
         values[FIELDS.index("eps")] = torch.tensor(args.eps, dtype=torch.float64)
-    return (*values, group)
+    values.insert(GROUP, group)
+    return values
 
 
 def converted(values, convert):
@@ -106,6 +108,9 @@ COMBINATIONS = {
     "no shared output": lambda: without(shared_output=None),
     "no replicated output": lambda: without(replicated_output=None),
     "no residual": lambda: without(residual=None),
+    "a scale tensor": lambda: without(output_scale_tensor=torch.tensor(0.75)),
+    "a scale tensor, bf16": lambda: without(output_scale_tensor=torch.tensor(0.75, dtype=BF16)),
+    "a scale tensor, fp64": lambda: without(output_scale_tensor=torch.tensor(0.1).double()),
     "no norm weight": lambda: without(**NO_NORM_WEIGHT),
     "rows alone": lambda: without(**NO_ADDENDS, **NO_NORM_WEIGHT),
     "token-major rows": token_major,
@@ -207,13 +212,18 @@ def test_the_schema_is_fixed():
         "finalize_allreduce_rms_norm(Tensor routed, Tensor? expert_weights, "
         "Tensor? expanded_idx_to_permuted_idx, Tensor? shared_output, Tensor? replicated_output, "
         "Tensor? residual, Tensor? norm_weight, float eps, float weight_bias, "
-        "float routed_scaling_factor, float output_scale, str group_name) "
+        "float routed_scaling_factor, float output_scale, str group_name, "
+        "Tensor? output_scale_tensor=None) "
         "-> (Tensor norm_out, Tensor residual_out)"
     )
     assert str(OP._schema) == f"moe_fusion::{text}"
     other = text.replace("norm(", "norm.eps_tensor(").replace("float eps", "Tensor eps")
     assert str(OP_EPS_TENSOR._schema) == f"moe_fusion::{other}"
-    assert [a.name for a in OP._schema.arguments] == [*FIELDS, "group_name"]
+    assert [a.name for a in OP._schema.arguments] == [
+        *FIELDS[:GROUP],
+        "group_name",
+        *FIELDS[GROUP:],
+    ]
 
 
 def zeros(*sizes, dtype=BF16, device=None):
@@ -316,6 +326,21 @@ ERRORS = {
         {"norm_weight": zeros(H - 8)},
         ValueError,
         f"norm_weight: expected shape [H] = [{H}], got [{H - 8}]",
+    ),
+    "scale tensor's rank": (
+        {"output_scale_tensor": torch.ones(1)},
+        ValueError,
+        "output_scale_tensor: expected a 0-d tensor, got shape [1]",
+    ),
+    "scale tensor's dtype": (
+        {"output_scale_tensor": torch.tensor(2)},
+        TypeError,
+        "output_scale_tensor: expected a float dtype, got torch.int64",
+    ),
+    "scale tensor's device": (
+        {"output_scale_tensor": torch.ones((), device="meta")},
+        ValueError,
+        "output_scale_tensor: expected device cpu (that of the rows), got meta",
     ),
     "a bias without a norm weight": (
         {"norm_weight": None},
@@ -448,6 +473,7 @@ def test_backward_is_refused(eps_tensor, output):
 # at the same time.
 WORLD = 4
 HALVES = ([0, 2], [1, 3])
+OWN_SCALES = "a scale tensor that differs by rank"
 
 
 def rank_arguments(rank):
@@ -456,6 +482,9 @@ def rank_arguments(rank):
     base = every_operand(rank=rank)
     cases["fp32 residual"] = dataclasses.replace(base, residual=base.residual.float())
     cases["no residual"] = dataclasses.replace(base, residual=None)
+    cases[OWN_SCALES] = dataclasses.replace(
+        base, output_scale_tensor=torch.tensor((1 + rank) / 4), residual=base.residual.float()
+    )
     cases["finalized"] = finalized(base)
     cases["non-contiguous"] = strided(base)
     cases["one token"] = every_operand(rank=rank, tokens=1, missing=False)
@@ -541,7 +570,7 @@ def test_ranks_against_the_oracle(ranks, name, where):
 
 
 @both_groups
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != OWN_SCALES])
 def test_ranks_are_bit_equal(ranks, name, where):
     for first, *others in members_of[where]:
         for other in others:

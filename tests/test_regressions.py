@@ -587,7 +587,7 @@ def test_a_factor_that_could_overflow_an_addend_after_the_reduction_is_refused(c
         total = residual + OVERFLOWS_AFTER[case](reduce(shared * 500), shared)
         return norm(total, norm_weight), total
 
-    reason = "a factor above 1 could overflow float16 in an addend alone"
+    reason = "an addend that is scaled up alone could overflow float16"
     data = inputs.make(torch.float16, tokens=256)
     assert torch.isfinite(function(*data.args())[1]).all()
     assert_untouched(function, reason, data)

@@ -17,6 +17,7 @@ from moe_fusion.kernels.rows import (
     load_optional,
     narrow,
     partial_row,
+    product_of_scales,
     residual_sum,
     rms_norm_row,
     widen,
@@ -59,6 +60,7 @@ def add_rms_norm_kernel(
     replicated,  # [T,H] or None
     residual,  # [T,H] or None
     norm_weight,  # [H] or None
+    output_scale_tensor,  # [] or None
     replicated_stride,
     residual_stride,
     eps,
@@ -74,6 +76,7 @@ def add_rms_norm_kernel(
     column = tl.arange(0, N)
     mask = column < H
     out = row * H + column
+    output_scale = product_of_scales(output_scale, output_scale_tensor, BACKEND)
     sum_row = widen(tl.load(reduced + out, mask=mask, other=0.0), BACKEND)
     replicated_row = load_optional(replicated, row * replicated_stride, column, mask)
     residual_row = load_optional(residual, row * residual_stride, column, mask)
@@ -129,6 +132,7 @@ def add_rms_norm(reduced: Tensor, args: TailArguments) -> tuple[Tensor, Tensor]:
         replicated,
         residual,
         norm_weight,
+        args.output_scale_tensor,
         0 if replicated is None else replicated.stride(0),
         0 if residual is None else residual.stride(0),
         float(args.eps),

@@ -30,6 +30,7 @@ from moe_fusion.kernels.rows import (
     load_optional,
     narrow,
     partial_row,
+    product_of_scales,
     residual_sum,
     rms_norm_row,
     widen,
@@ -118,6 +119,7 @@ def _send(
 
 @triton.jit(
     do_not_specialize=[
+        "output_scale_tensor",  # may begin anywhere
         "rank",
         "num_tokens",
         "routed_stride",
@@ -139,6 +141,7 @@ def one_shot_kernel(
     replicated,  # [T,H] or None
     residual,  # [T,H] or None
     norm_weight,  # [H] or None
+    output_scale_tensor,  # [] or None
     peers,  # [W] int64: each rank's workspace, as this rank addresses it
     state,  # [STATE_WORDS] int64
     error_word,  # [1] int32 in host memory
@@ -164,6 +167,7 @@ def one_shot_kernel(
     column = tl.arange(0, N)
     mask = column < H
     inside = tl.arange(0, U) * 16 < ROW_BYTES
+    output_scale = product_of_scales(output_scale, output_scale_tensor, BACKEND)
     deadline = tl.where(missed == 0, clock_ns(BACKEND) + timeout_ns.to(tl.int64), 0)
     if row < num_tokens:
         partial = partial_row(
@@ -256,6 +260,7 @@ def _operands(args: TailArguments, workspace: Workspace) -> tuple[Any, ...]:
     scalars = (args.eps, args.weight_bias, args.routed_scaling_factor, args.output_scale)
     return (
         *tensors,
+        args.output_scale_tensor,
         workspace.peers,
         workspace.state,
         workspace.error_word,

@@ -96,6 +96,15 @@ def load_optional(pointer, offset, column, mask):
 
 
 @triton.jit
+def product_of_scales(constant, pointer, BACKEND: tl.constexpr):
+    """``constant`` times the number at ``pointer``, of any float dtype: fp32; of None, 1."""
+    if pointer is None:
+        return constant
+    else:
+        return constant * widen(tl.load(pointer), BACKEND)
+
+
+@triton.jit
 def residual_sum(
     reduced,
     replicated,

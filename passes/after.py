@@ -30,6 +30,7 @@ from moe_fusion.passes.nodes import (
     is_reshape,
     keeps_rows,
     mul_operands,
+    same,
     same_shape,
     scaled_operand,
     shape,
@@ -50,11 +51,13 @@ class Addend:
         node: the addend.
         scale: a constant factor.
         tensor_scales: factors that are tensors of one element.
+        is_vector: it is one vector for every row, such as a bias, instead of the sum's shape.
     """
 
     node: Node
     scale: float = 1.0
     tensor_scales: tuple[Node, ...] = ()
+    is_vector: bool = False
 
     @property
     def scaled(self) -> bool:
@@ -167,7 +170,9 @@ def _what_comes_between(node: Node, user: Node) -> str:
     if is_all_reduce(user):
         return "two all_reduces are chained"
     if mul_operands(user) is not None and same_shape(shape(user), shape(node)):
-        return "the sum is multiplied by a tensor of several elements: expected one number"
+        return (
+            "the sum is multiplied by several elements that may differ by rank: expected one number"
+        )
     other = f"{describe(user)} comes between the all_reduce and the norm"
     return _WHY_NOT.get(user.target, other)
 
@@ -181,9 +186,10 @@ def _advance(path: _Path) -> NoMatch | None:
         path.step(user)
         return None
     for (operand, factor, tensors), other in itertools.permutations(tensor_terms(user), 2):
-        if operand is node and has_value(other[0]) and same_shape(shape(other[0]), shape(node)):
+        vector = _adds_vector(other[0], node, user)
+        if operand is node and (vector or _adds_rows(other[0], node)):
             path.multiply(factor, *tensors)
-            path.addends.append(Addend(*other))
+            path.addends.append(Addend(*other, is_vector=vector))
             path.step(user)
             return _overflow(path.addends[-1:], user)
     scaled = _scaled(node, user)
@@ -192,6 +198,20 @@ def _advance(path: _Path) -> NoMatch | None:
     path.multiply(*scaled)
     path.step(user)
     return _overflow(path.addends, user)
+
+
+def _adds_rows(addend: Any, node: Node) -> bool:
+    """Whether ``addend`` has the shape of ``node``, to which it is added."""
+    return has_value(addend) and same_shape(shape(addend), shape(node))
+
+
+def _adds_vector(addend: Any, node: Node, total: Node) -> bool:
+    """Whether ``total`` adds one vector of H elements to each row of ``node``."""
+    if not has_value(addend) or not shape(addend) or _adds_rows(addend, node):
+        return False
+    *leading, last = shape(addend)
+    one_row = all(same(size, 1) for size in leading) and same(last, shape(node)[-1])
+    return one_row and same_shape(shape(total), shape(node))
 
 
 def _overflow(changed: list[Addend], node: Node) -> NoMatch | None:
@@ -340,7 +360,8 @@ def _residual_sum(path: _Path, norm: Norm) -> ResidualSum:
 
 def _take_residual(path: _Path, wanted: torch.dtype) -> Node | NoMatch | None:
     """Take out what was added last and unscaled, in the dtype in which the sum is kept."""
-    unscaled = [a for a in path.addends if a.scale == 1.0 and not a.tensor_scales]
+    rows = [addend for addend in path.addends if not addend.is_vector]
+    unscaled = [a for a in rows if a.scale == 1.0 and not a.tensor_scales]
     if not unscaled:
         return None
     path.addends.remove(unscaled[-1])

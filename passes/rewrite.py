@@ -20,6 +20,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from moe_fusion.op import OP, OP_EPS_TENSOR, check_operands, fake_outputs
+from moe_fusion.passes.after import Addend
 from moe_fusion.passes.emit import Emitter
 from moe_fusion.passes.emit_routing import emit_routing
 from moe_fusion.passes.nodes import NoMatch, arg, aten, calls, shape, strip_casts
@@ -72,10 +73,10 @@ def _emit_call(emit: Emitter, tail: Tail) -> Node:
     after = tail.after
     residual = after.residual
     routed, weights, index, shared = _emit_partial(emit, tail)
-    replicated = [
-        emit.scaled(emit.rows(strip_casts(a.node)), a.scale, a.tensor_scales)
-        for a in after.replicated
-    ]
+    replicated = emit.total([_emit_addend(emit, addend) for addend in after.replicated])
+    if replicated is not None and len(shape(replicated)) == 1:
+        num_tokens = emit.size(routed if weights is None else weights, 0)
+        replicated = emit.call(aten.expand.default, replicated, [num_tokens, -1])
     scale = emit.product(after.tensor_scales)
     norm_weight = after.norm.weight
     if norm_weight is not None and len(shape(norm_weight)) != 1:
@@ -86,7 +87,7 @@ def _emit_call(emit: Emitter, tail: Tail) -> Node:
         weights,
         index,
         shared,
-        emit.total(replicated),
+        replicated,
         None if residual is None else emit.cast(emit.rows(residual), after.residual_dtype),
         norm_weight,
         after.norm.eps,
@@ -97,6 +98,13 @@ def _emit_call(emit: Emitter, tail: Tail) -> Node:
         *(() if scale is None else (scale,)),
         fake=partial(_fake_outputs, tail),
     )
+
+
+def _emit_addend(emit: Emitter, addend: Addend) -> Node:
+    """What is added after the reduction: [T, H], or a vector of H."""
+    source = strip_casts(addend.node)
+    node = emit.reshape(source, -1) if addend.is_vector else emit.rows(source)
+    return emit.scaled(node, addend.scale, addend.tensor_scales)
 
 
 def _fake_outputs(tail: Tail, *operands: object) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,7 @@ LATENT_ATTENTION = {
 FULL_ATTENTION = {"layer_types": ["full_attention"]}
 SPARSE = {"mlp_layer_types": ["sparse"]}
 
-GATED = "the sum is multiplied by a tensor of several elements: expected one number"
+GATED = "the sum is multiplied by several elements that may differ by rank: expected one number"
 LAYER_NORM = "a LayerNorm reads the sum: expected an RMSNorm"
 NORM_FIRST = "the norm comes before the residual add"
 READ_TWICE = "what the all_reduce feeds is read several times (aten.add.Tensor, aten.reshape)"

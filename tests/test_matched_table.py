@@ -8,6 +8,7 @@ from pathlib import Path
 import spellings
 from families import FAMILIES
 from shared_places import PLACES
+from test_biases import BIASED
 from test_refused import CASES
 from test_tensor_scales import AFTER, BEFORE, HELD, WITH_ADDEND
 
@@ -42,6 +43,7 @@ def page():
             ("on the routed experts", "; ".join(BEFORE)),
             ("after the all_reduce", "; ".join(f"`{case}`" for case in (*AFTER, *WITH_ADDEND))),
         ),
+        "## Biases after the all_reduce\n\n" + "; ".join(f"`{case}`" for case in BIASED),
         "## Places of a shared expert",
         table(
             ("place", "finalize", "found as", "all_reduces"),

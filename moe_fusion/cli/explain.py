@@ -138,8 +138,12 @@ def fake_tensors() -> Iterator[None]:
         yield
 
 
-def trace(built: models.BuiltModel) -> None:
+def trace(built: models.BuiltModel, *, dynamic: bool | None = None) -> None:
     """Take the model through Dynamo, AOTAutograd and Inductor's post-grad passes, for inference.
+
+    Args:
+        built: the model.
+        dynamic: as for ``torch.compile``.
 
     Raises:
         ModelError: torch.compile cannot trace it.
@@ -158,7 +162,7 @@ def trace(built: models.BuiltModel) -> None:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", category=UserWarning, module="torch")
         try:
-            built.run(torch.compile(built.module, backend=backend))
+            built.run(torch.compile(built.module, backend=backend, dynamic=dynamic))
         except TorchDynamoException as error:
             ranks = dist.get_world_size()
             raise ModelError(

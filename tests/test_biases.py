@@ -1,0 +1,96 @@
+"""A vector that is added to every row after the reduction, as a row-parallel layer's bias is."""
+
+from __future__ import annotations
+
+import inputs
+import pytest
+import torch
+from checks import assert_fused, assert_untouched
+from spellings import functional as reduce
+from spellings import norm_a as norm
+from spellings import where_masked as finalize
+from tracing import trace
+
+pytestmark = pytest.mark.usefixtures("fake_group")
+
+BIASED = {
+    "residual + (y + b)": lambda y, residual, shared, b: residual + (y + b),
+    "(b + y) + residual": lambda y, residual, shared, b: (b + y) + residual,
+    "(residual + y) + b": lambda y, residual, shared, b: (residual + y) + b,
+    "residual + (y - b)": lambda y, residual, shared, b: residual + (y - b),
+    "residual + 0.5 * (b - y)": lambda y, residual, shared, b: residual + 0.5 * (b - y),
+    "residual + (y + b[None])": lambda y, residual, shared, b: residual + (y + b[None]),
+    "residual + ((y + b) + shared)": lambda y, residual, shared, b: residual + ((y + b) + shared),
+    "residual + ((y + b) + 2 * b)": lambda y, residual, shared, b: residual + ((y + b) + 2 * b),
+    "residual + b[0] * (y + b)": lambda y, residual, shared, b: residual + b[0] * (y + b),
+}
+
+
+def tail(case, *, finalized=False):
+    def function(rows, weights, index, shared, residual, norm_weight):
+        y = reduce(shared @ shared.T @ shared if finalized else finalize(rows, weights, index))
+        total = BIASED[case](y.view(residual.shape), residual, shared, norm_weight - 0.5)
+        return norm(total, norm_weight), total
+
+    return function
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", BIASED)
+def test_a_bias_after_the_reduction(case, dtype):
+    data = inputs.make(dtype, missing=True)
+    assert_fused(
+        tail(case), data, shared="after the all_reduce", residual=str(dtype).removeprefix("torch.")
+    )
+
+
+@pytest.mark.parametrize("finalized", [False, True], ids=["routed", "finalized"])
+@pytest.mark.parametrize("tokens", [1, 10])
+@pytest.mark.parametrize("mode", ["static", "marked", "dynamic"])
+def test_a_bias_of_any_batch(mode, tokens, finalized):
+    """Of one token, a bias and the residual have the same elements in a row."""
+    data = inputs.make(tokens=tokens)
+    if tokens > 1:
+        data.residual, data.shared = data.residual.view(2, 5, -1), data.shared
+    if mode == "marked" and tokens > 1:
+        for tensor in (data.weights, data.index, data.shared):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        torch._dynamo.mark_dynamic(data.residual, 1)
+    if mode == "dynamic":
+        for tensor in data.args():
+            torch._dynamo.mark_static(tensor, tensor.dim() - 1)
+    function = tail("residual + (y + b)", finalized=finalized)
+    assert_fused(function, data, residual="bfloat16", dynamic=mode == "dynamic" or None)
+
+
+def test_a_bias_without_a_residual_is_no_residual():
+    def function(rows, weights, index, shared, residual, norm_weight):
+        total = reduce(finalize(rows, weights, index)) + norm_weight
+        return norm(total, norm_weight), total
+
+    assert_fused(function, inputs.make(), residual="none", shared="after the all_reduce")
+
+
+def test_a_bias_in_fp32_is_refused():
+    def function(rows, weights, index, shared, residual, norm_weight):
+        y = reduce(finalize(rows, weights, index)) + norm_weight.float() * 1.001
+        total = residual.float() + y
+        wide = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return norm_weight * wide.to(rows.dtype), total
+
+    reason = "what is added after the reduction is torch.float32: expected torch.bfloat16"
+    assert_untouched(function, reason, inputs.make(missing=True))
+
+
+@pytest.mark.parametrize("column", [False, True], ids=["number", "column"])
+def test_one_number_for_a_row_or_for_all_is_refused(column):
+    def function(rows, weights, index, shared, residual, norm_weight):
+        addend = residual[:, :1] if column else norm_weight[0]
+        total = residual + (reduce(finalize(rows, weights, index)) + addend)
+        return norm(total, norm_weight), total
+
+    data = inputs.make(missing=True)
+    traced = trace(function, *data.args())
+    assert traced.reasons == ["aten.add.Tensor comes between the all_reduce and the norm"]
+    for got, want in zip(traced.output, function(*data.args()), strict=True):
+        assert torch.equal(got, want)

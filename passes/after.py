@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from moe_fusion.passes.collectives import AllReduce, is_all_reduce, is_reduced, reduced_by
+from moe_fusion.passes.addends import Addend, adds_rows, adds_vector, opened, times
+from moe_fusion.passes.collectives import AllReduce, is_all_reduce, reduced_by
 from moe_fusion.passes.nodes import (
     NoMatch,
     add_operands,
@@ -30,7 +31,6 @@ from moe_fusion.passes.nodes import (
     is_reshape,
     keeps_rows,
     mul_operands,
-    same,
     same_shape,
     scaled_operand,
     shape,
@@ -41,34 +41,6 @@ from moe_fusion.passes.nodes import (
 )
 from moe_fusion.passes.norm_parts import Norm, ResidualSum
 from moe_fusion.passes.norms import match_norm, reads_layer_norm
-
-
-@dataclass(frozen=True)
-class Addend:
-    """Something added after the reduction, and what multiplies it later on.
-
-    Attributes:
-        node: the addend.
-        scale: a constant factor.
-        tensor_scales: factors that are tensors of one element.
-        is_vector: it is one vector for every row, such as a bias, instead of the sum's shape.
-    """
-
-    node: Node
-    scale: float = 1.0
-    tensor_scales: tuple[Node, ...] = ()
-    is_vector: bool = False
-
-    @property
-    def scaled(self) -> bool:
-        """Whether anything but a sign changes it."""
-        return abs(self.scale) != 1.0 or bool(self.tensor_scales)
-
-    @property
-    def may_overflow(self) -> bool:
-        """Whether it could overflow alone where a sum with it does not."""
-        grows = abs(self.scale) > 1.0 or bool(self.tensor_scales)
-        return grows and dtype(self.node) == torch.float16
 
 
 @dataclass(frozen=True)
@@ -131,16 +103,11 @@ class _Path:
     def multiply(self, factor: float, *tensors: Node) -> None:
         self.scale *= factor
         self.tensor_scales += tensors
-        self.addends = [_times(addend, factor, *tensors) for addend in self.addends]
+        self.addends = [times(addend, factor, *tensors) for addend in self.addends]
 
     def step(self, user: Node) -> None:
         self.interior.append(self.node)
         self.node = user
-
-
-def _times(addend: Addend, factor: float, *tensors: Node) -> Addend:
-    scales = (*addend.tensor_scales, *tensors)
-    return replace(addend, scale=addend.scale * factor, tensor_scales=scales)
 
 
 _WHY_NOT: dict[Any, str] = {
@@ -186,8 +153,8 @@ def _advance(path: _Path) -> NoMatch | None:
         path.step(user)
         return None
     for (operand, factor, tensors), other in itertools.permutations(tensor_terms(user), 2):
-        vector = _adds_vector(other[0], node, user)
-        if operand is node and (vector or _adds_rows(other[0], node)):
+        vector = adds_vector(other[0], node, user)
+        if operand is node and (vector or adds_rows(other[0], node)):
             path.multiply(factor, *tensors)
             path.addends.append(Addend(*other, is_vector=vector))
             path.step(user)
@@ -198,20 +165,6 @@ def _advance(path: _Path) -> NoMatch | None:
     path.multiply(*scaled)
     path.step(user)
     return _overflow(path.addends, user)
-
-
-def _adds_rows(addend: Any, node: Node) -> bool:
-    """Whether ``addend`` has the shape of ``node``, to which it is added."""
-    return has_value(addend) and same_shape(shape(addend), shape(node))
-
-
-def _adds_vector(addend: Any, node: Node, total: Node) -> bool:
-    """Whether ``total`` adds one vector of H elements to each row of ``node``."""
-    if not has_value(addend) or not shape(addend) or _adds_rows(addend, node):
-        return False
-    *leading, last = shape(addend)
-    one_row = all(same(size, 1) for size in leading) and same(last, shape(node)[-1])
-    return one_row and same_shape(shape(total), shape(node))
 
 
 def _overflow(changed: list[Addend], node: Node) -> NoMatch | None:
@@ -232,51 +185,14 @@ def _scaled(node: Node, user: Node) -> tuple[float, *tuple[Node, ...]] | None:
     return None
 
 
-def _split_sums(path: _Path) -> None:
-    """Open the addends that are themselves a sum or a multiple of an all_reduce's sum."""
-    opened: list[Addend] = []
-    pending = path.addends[::-1]
-    while pending:
-        addend = pending.pop()
-        parts = _parts(addend)
-        if any(_holds_sum(part) for part in parts):
-            path.interior.append(addend.node)
-            pending.extend(parts)
-        else:
-            opened.append(addend)
-    path.addends = opened
-
-
-def _holds_sum(addend: Addend) -> bool:
-    """Whether a reduced sum is among the terms of an addend that nothing else reads."""
-    return is_reduced(addend.node) or any(map(_holds_sum, _parts(addend)))
-
-
-def _parts(addend: Addend) -> list[Addend]:
-    """The terms of a sum, or what is scaled; none of what is read elsewhere."""
-    node = addend.node
-    if sole_user(node) is None:
-        return []
-    pair = add_operands(node)
-    if pair is not None and not addend.may_overflow:
-        whole = all(has_value(n) and same_shape(shape(n), shape(node)) for n in pair)
-        return [replace(addend, node=n) for n in pair] if whole else []
-    scaled = scaled_operand(node)
-    if scaled is not None:
-        return [_times(replace(addend, node=scaled[0]), scaled[1])]
-    by_tensor = tensor_scaled_operand(node)
-    # Of a promoted product the addends would be rounded, where the graph adds it as it is.
-    if by_tensor is not None and dtype(by_tensor[0]) == dtype(node):
-        return [_times(replace(addend, node=by_tensor[0]), 1.0, by_tensor[1])]
-    return []
-
-
 def _merge(path: _Path, first: AllReduce) -> list[Merged]:
     """Take out the addends that are sums over the same group, whatever constant scales them."""
     merged = []
     for addend in list(path.addends):
         other = reduced_by(addend.node)
-        if other is None or other.group != first.group or not _scales_fit(path, addend, first):
+        if addend.is_vector or other is None or other.group != first.group:
+            continue
+        if not _scales_fit(path, addend, first):
             continue
         nodes = _between(other, addend.node)
         # Where the graph adds the sums in fp32, to round the sum of partials is one too many.
@@ -331,7 +247,8 @@ def match_after(first: AllReduce) -> After | NoMatch:
         if stop is not None:
             return stop
     total = _residual_sum(path, norm)
-    _split_sums(path)
+    path.addends, passed = opened(path.addends)
+    path.interior.extend(passed)
     merged = _merge(path, first)
     residual = _take_residual(path, total.value.dtype)
     if isinstance(residual, NoMatch):

@@ -38,10 +38,11 @@ from moe_fusion.passes.routing import in_token_order
 
 @dataclass(frozen=True)
 class Shared:
-    """An addend of the partial and the constant that multiplies it."""
+    """An addend of the partial, and what multiplies it: a constant and tensors of one element."""
 
     node: Node
     scale: float = 1.0
+    tensor_scales: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,12 @@ class Partial:
         shared = tuple(replace(s, scale=s.scale * factor) for s in self.shared)
         return replace(self, scale=self.scale * factor, shared=shared)
 
+    def scaled_by(self, tensor: Node) -> Partial:
+        """This partial times a tensor of one element."""
+        shared = [replace(s, tensor_scales=(*s.tensor_scales, tensor)) for s in self.shared]
+        scales = (*self.tensor_scales, tensor)
+        return replace(self, tensor_scales=scales, shared=tuple(shared))
+
     def under(self, node: Node) -> Partial:
         """This partial with ``node`` as one more node of its own."""
         return replace(self, interior=(*self.interior, node))
@@ -90,9 +97,8 @@ def _with_finalize(node: Node) -> Partial | None:
     tensor_scaled = tensor_scaled_operand(node)
     if tensor_scaled is not None:
         inner = _with_finalize(tensor_scaled[0])
-        if inner is not None and not inner.shared:
-            scales = (*inner.tensor_scales, tensor_scaled[1])
-            return replace(inner, tensor_scales=scales).under(node)
+        if inner is not None:
+            return inner.scaled_by(tensor_scaled[1]).under(node)
     return _with_shared(node)
 
 
@@ -120,10 +126,10 @@ def _with_multiply_add(node: Node) -> Partial | None:
         if not is_scale(scale) or not same_shape(shape(operand), shape(node)):
             continue
         inner = _with_finalize(operand)
+        # It rounds once, where the sum of two addends would be rounded as well.
         if inner is not None and not inner.shared:
-            scales = (*inner.tensor_scales, scale)
-            inner = replace(inner.scaled(value), tensor_scales=scales, shared=(Shared(base),))
-            return inner.under(node)
+            inner = inner.scaled(value).scaled_by(scale)
+            return replace(inner, shared=(Shared(base),)).under(node)
     return None
 
 
@@ -154,8 +160,9 @@ def _rounds_elsewhere(shared: Shared, count: int, activation: torch.dtype) -> bo
 
     The graph may do so in fp32; and in fp16 an addend may overflow where the sum does not.
     """
-    changed = abs(shared.scale) != 1.0 or count > 1
-    overflows = activation == torch.float16 and abs(shared.scale) > 1.0
+    changed = abs(shared.scale) != 1.0 or count > 1 or bool(shared.tensor_scales)
+    grows = abs(shared.scale) > 1.0 or bool(shared.tensor_scales)
+    overflows = activation == torch.float16 and grows
     return (changed and dtype(shared.node) != activation) or overflows
 
 

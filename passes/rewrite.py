@@ -20,7 +20,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from moe_fusion.op import OP, OP_EPS_TENSOR, check_operands, fake_outputs
-from moe_fusion.passes.after import Addend
+from moe_fusion.passes.addends import Addend
 from moe_fusion.passes.emit import Emitter
 from moe_fusion.passes.emit_routing import emit_routing
 from moe_fusion.passes.nodes import NoMatch, arg, aten, calls, shape, strip_casts
@@ -124,7 +124,7 @@ def _fake_outputs(tail: Tail, *operands: object) -> tuple[Tensor, Tensor]:
 def _emit_partial(emit: Emitter, tail: Tail) -> tuple[Node, Node | None, Node | None, Node | None]:
     """The op's first four operands: rows, weights, map, and the other addends of the partial."""
     first, *others = tail.partials
-    shared = [emit.scaled(emit.rows(s.node), s.scale) for s in first.shared]
+    shared = [emit.scaled(emit.rows(s.node), s.scale, s.tensor_scales) for s in first.shared]
     shared += [emit.scaled(emit.rows(p.routed), p.scale) for p in others]
     if first.finalize is None:
         return emit.rows(first.routed), None, None, emit.total(shared)

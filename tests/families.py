@@ -51,13 +51,27 @@ LATENT_ATTENTION = {
     "head_dim": 8,
 }
 FULL_ATTENTION = {"layer_types": ["full_attention"]}
+GEMMA4 = {
+    "enable_moe_block": True,
+    "top_k_experts": 2,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 256,
+    "global_head_dim": 16,
+}
 SPARSE = {"mlp_layer_types": ["sparse"]}
 
 GATED = "the sum is multiplied by several elements that may differ by rank: expected one number"
 LAYER_NORM = "a LayerNorm reads the sum: expected an RMSNorm"
 NORM_FIRST = "the norm comes before the residual add"
+COPIED = "aten.repeat comes between the all_reduce and the norm"
+MIXED = "aten.mul.Tensor comes between the all_reduce and the norm"
+READ_BY_STREAMS = "what the all_reduce feeds is read several times (aten.div.Tensor, aten.neg)"
 READ_TWICE = "what the all_reduce feeds is read several times (aten.add.Tensor, aten.reshape)"
 REDUCED_FIRST = "the all_reduce comes before the finalize"
+
+CAST_FIRST = "weight after cast"
+CAST_LAST = "weight before cast"
+GEMMA = ("1 + weight", "1 + weight before cast")
 
 AFTER = "after the all_reduce"
 OWN = "its own all_reduce"
@@ -70,7 +84,8 @@ class Family:
     Attributes:
         plain: fused tails without a finalize: the embedding's, attention's.
         shared: where the fused MoE tail's shared expert came in, None where no such tail is fused.
-        norm: the RMSNorm's spelling, in fp32.
+        norm: the RMSNorm's spelling in fp32.
+        half: its spelling in bf16 and fp16.
         refused: how many all_reduces are left, by reason.
         fields: configuration fields beside ``SMALL``.
         rows: the fused MoE tail's finalize, None for that of the experts' implementation.
@@ -81,6 +96,7 @@ class Family:
     plain: int
     shared: str | None = "none"
     norm: str = "weight"
+    half: str = CAST_FIRST
     refused: dict[str, int] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
     rows: str | None = None
@@ -89,22 +105,32 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "afmoe": Family(1, fields=FULL_ATTENTION),
+    "afmoe": Family(1, half=CAST_LAST, fields=FULL_ATTENTION),
     "aria_text": Family(2, OWN),
     "axk1": Family(1, OWN, fields={**LATENT_ATTENTION, **SPARSE}),
     "bailing_hybrid": Family(1, OWN, fields={**FULL_ATTENTION, **LATENT_ATTENTION}),
-    "beam": Family(2, fields=SPARSE),
+    "beam": Family(2, half=CAST_LAST, fields=SPARSE),
     "cohere2_moe": Family(0, None, refused={LAYER_NORM: 3}, fields=FULL_ATTENTION, ci=True),
     "deepseek_v2": Family(2, OWN, fields=LATENT_ATTENTION),
     "deepseek_v3": Family(1, OWN, fields=LATENT_ATTENTION, ci=True),
     "deepseek_v32": Family(2, OWN, fields=LATENT_ATTENTION),
     "dots1": Family(2, OWN, fields=FULL_ATTENTION, ci=True),
+    "dots3_note_text": Family(
+        2, OWN, fields={**FULL_ATTENTION, **SPARSE, "shared_experts_intermediate_size": 32}
+    ),
     "ernie4_5_moe": Family(2, OWN),
     "exaone_moe": Family(2, AFTER, fields=FULL_ATTENTION),
     "flex_olmo": Family(0, None, refused={READ_TWICE: 1, NORM_FIRST: 2}, ci=True),
+    "flint": Family(1, OWN, fields={**FULL_ATTENTION, "mlp_only_layers": []}),
+    "gemma4_text": Family(
+        1,
+        None,
+        refused={NORM_FIRST: 3},
+        fields={**FULL_ATTENTION, **GEMMA4},
+    ),
     "glm4_moe": Family(2, OWN, ci=True),
     "glm4_moe_lite": Family(2, AFTER, fields={**LATENT_ATTENTION, **SPARSE}),
-    "gpt_oss": Family(1, fields=FULL_ATTENTION, ci=True),
+    "gpt_oss": Family(1, half=CAST_LAST, fields=FULL_ATTENTION, ci=True),
     "granitemoe": Family(1, ci=True),
     "granitemoehybrid": Family(1, AFTER, fields={"layer_types": ["attention"]}),
     "granitemoeshared": Family(1, AFTER, ci=True),
@@ -126,24 +152,42 @@ FAMILIES: dict[str, Family] = {
     "mellum": Family(2, fields=FULL_ATTENTION),
     "minimax": Family(2, fields=FULL_ATTENTION, ci=True),
     "minimax_m2": Family(2),
+    "minimax_m3_vl_text": Family(2, AFTER, *GEMMA),
     "mixtral": Family(2, ci=True),
     "olmoe": Family(2),
     "phimoe": Family(0, None, refused={LAYER_NORM: 2}, ci=True),
     "qwen2_moe": Family(2, AFTER, ci=True),
-    "qwen3_5_moe_text": Family(2, AFTER, "1 + weight", {GATED: 1}, FULL_ATTENTION),
+    "qwen3_5_moe_text": Family(2, AFTER, *GEMMA, {GATED: 1}, FULL_ATTENTION),
     "qwen3_moe": Family(2, ci=True),
-    "qwen3_next": Family(2, AFTER, "1 + weight", {GATED: 1}, FULL_ATTENTION, ci=True),
+    "qwen3_next": Family(2, AFTER, *GEMMA, {GATED: 1}, FULL_ATTENTION, ci=True),
+    # hyper-connections: several residual streams
+    "qwen4_exp_text": Family(0, None, refused={COPIED: 1, READ_BY_STREAMS: 3, GATED: 1, MIXED: 1}),
     "sarvam_mla": Family(1, OWN, fields=LATENT_ATTENTION, experts=False),
     "sarvam_moe": Family(2, OWN, experts=False),
     "solar_open": Family(2, AFTER),
 }
+# Families that cannot be traced, and how that fails.
+FAKE = ("its constructor calls Module.to, which fake tensors do not support", "Couldn't swap")
+UNTRACED = {
+    "deepseek_v4": FAKE,
+    "hy_v4": FAKE,
+    "inkling_text": FAKE,
+    "inkling2_text": FAKE,
+    "inkling2_loop_text": FAKE,
+    "zaya": ("it has no plan for tensor parallelism", "no `tp_plan`"),
+}
+UNTRACED_FIELDS = {"zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid"]}}
 # Under its plan for tensor parallelism the experts of this one are not sharded.
 EXPERT_PARALLEL_ONLY = {"gpt_oss"}
-# In CI a family is traced in one of these ways, in turn; ALL_FAMILIES=1 traces all.
-MODES = (("grouped_mm", False), ("batched_mm", False), ("grouped_mm", True))
+# In CI a family is traced in one of each of these ways, in turn; ALL_FAMILIES=1 traces all.
+EXPERTS = (("grouped_mm", False), ("batched_mm", False), ("grouped_mm", True))
+DYNAMIC = (("bf16", "marked"), ("fp16", "marked"), ("bf16", "dynamic"), ("fp16", "marked"))
+STATIC = (("fp32", "static"), None, None)  # of every third family
 
 
-def fields_of(family: str, known: object) -> dict[str, Any]:
+def fields_of(family: str, known: Any) -> dict[str, Any]:
     """The fields of a small configuration, of those that the configuration ``known`` has."""
-    small = {name: value for name, value in SMALL.items() if hasattr(known, name)}
-    return {**small, **FAMILIES[family].fields}
+    small = {name: value for name, value in SMALL.items() if name in known.to_dict()}
+    small |= {name: SMALL[name] for name in known.attribute_map if name in SMALL}
+    special = FAMILIES[family].fields if family in FAMILIES else UNTRACED_FIELDS.get(family, {})
+    return {**small, **special}

@@ -71,6 +71,31 @@ def test_a_bias_without_a_residual_is_no_residual():
     assert_fused(function, inputs.make(), residual="none", shared="after the all_reduce")
 
 
+def test_biases_of_two_sums_that_become_one():
+    def function(rows, weights, index, shared, residual, norm_weight):
+        routed, other = reduce(finalize(rows, weights, index)), reduce(shared)
+        total = residual + ((routed + norm_weight) + (other + norm_weight))
+        return norm(total, norm_weight), total
+
+    traced = assert_fused(function, inputs.make(), residual="bfloat16")
+    assert traced.report.sites[0].shared == "its own all_reduce and after the all_reduce"
+
+
+def test_a_bias_that_is_a_sum_of_its_own_is_no_second_partial():
+    """It has another shape, and its collective stays."""
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        total = residual + (reduce(finalize(rows, weights, index)) + reduce(shared[0]))
+        return norm(total, norm_weight), total
+
+    data = inputs.make()
+    traced = trace(function, *data.args())
+    assert [site.shared for site in traced.report.sites] == ["after the all_reduce"]
+    assert traced.report.all_reduces_after == 1
+    for got, want in zip(traced.output, function(*data.args()), strict=True):
+        torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6)
+
+
 def test_a_bias_in_fp32_is_refused():
     def function(rows, weights, index, shared, residual, norm_weight):
         y = reduce(finalize(rows, weights, index)) + norm_weight.float() * 1.001

@@ -1,4 +1,4 @@
-"""``docs/matched.md`` says what the tests' tables say; ``EXPECTTEST_ACCEPT=1`` writes it anew."""
+"""docs/matched.md and the README say what the tests say; EXPECTTEST_ACCEPT=1 writes both."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import os
 from pathlib import Path
 
 import spellings
-from families import FAMILIES
+from families import FAMILIES, UNTRACED
 from shared_places import PLACES
 from test_biases import BIASED
+from test_recognised import SIGNED_AFTER, SIGNED_BEFORE
 from test_refused import CASES
-from test_tensor_scales import AFTER, BEFORE, HELD, WITH_ADDEND
+from test_tensor_scales import AFTER, BEFORE, COVERING, HELD, WITH_ADDEND
 
+README = Path(__file__).parent.parent / "README.md"
+BEGIN = "<!-- written from the tests' tables: tests/test_matched_table.py -->"
+END = "<!-- end -->"
 PAGE = Path(__file__).parent.parent / "docs" / "matched.md"
 
 SCALES_TEXT = """`s` and `t` are tensors of one element, `y` the reduced sum, `shared` an addend of
@@ -25,22 +29,40 @@ def table(*rows):
     return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
 
 
+def spelling_table(*more):
+    return table(
+        ("part", "spellings"),
+        ("finalize", "; ".join(spellings.FINALIZE)),
+        ("RMSNorm", "; ".join(spellings.NORMS)),
+        ("all_reduce", "; ".join(spellings.ALL_REDUCES)),
+        *more,
+    )
+
+
+def readme():
+    """The README with its table of what is matched."""
+    head, rest = README.read_text().split(BEGIN)
+    found = spelling_table(
+        ("shared expert", "; ".join(PLACES)),
+        ("numbers", "; ".join(f"`{case}`" for case in (*SIGNED_BEFORE, *SIGNED_AFTER))),
+        ("tensors of one element", "; ".join(f"`{case}`" for case in (*COVERING, *AFTER))),
+        ("bias", "; ".join(f"`{case}`" for case in BIASED)),
+    )
+    return f"{head}{BEGIN}\n{found}\n{END}{rest.split(END)[1]}"
+
+
 def page():
     parts = (
         "# What is matched and what is refused",
         "Written from the tables that the tests run: see `tests/test_matched_table.py`.",
         "## Spellings\n\nEach in bf16, fp16 and fp32, with numbers.",
-        table(
-            ("part", "spellings"),
-            ("finalize", "; ".join(spellings.FINALIZE)),
-            ("RMSNorm", "; ".join(spellings.NORMS)),
-            ("all_reduce", "; ".join(spellings.ALL_REDUCES)),
-        ),
+        spelling_table(),
         "## Scales that are tensors\n\n" + SCALES_TEXT,
         table(
             ("part", "spellings"),
             ("held as", "; ".join(dict.fromkeys(hold for hold, *_ in HELD))),
             ("on the routed experts", "; ".join(BEFORE)),
+            ("before the all_reduce", "; ".join(f"`{case}`" for case in COVERING)),
             ("after the all_reduce", "; ".join(f"`{case}`" for case in (*AFTER, *WITH_ADDEND))),
         ),
         "## Biases after the all_reduce\n\n" + "; ".join(f"`{case}`" for case in BIASED),
@@ -60,6 +82,10 @@ def page():
                 for name, f in FAMILIES.items()
             ),
         ),
+        table(
+            ("family that is not traced", "why"),
+            *((name, why) for name, (why, _) in UNTRACED.items()),
+        ),
         "## Refused",
         table(
             ("reason", "tail"),
@@ -72,4 +98,6 @@ def page():
 def test_the_page_is_what_the_tests_say():
     if os.environ.get("EXPECTTEST_ACCEPT") == "1":
         PAGE.write_text(page())
+        README.write_text(readme())
     assert PAGE.read_text() == page()
+    assert README.read_text() == readme()

@@ -141,6 +141,12 @@ def wide_residual_read_rounded(rows, weights, index, shared, residual, norm_weig
     return norm(total, norm_weight), total
 
 
+@case("what the all_reduce feeds is read several times (prims.convert_element_type)")
+def wide_residual_read_rounded_and_unrounded(rows, weights, index, shared, residual, norm_weight):
+    total = residual.float() * 1.001 + reduced(rows, weights, index).float()
+    return norm(total.to(rows.dtype), norm_weight), total
+
+
 @case("what is added after the reduction is torch.float32: expected torch.bfloat16")
 def wide_replicated(rows, weights, index, shared, residual, norm_weight):
     y = reduced(rows, weights, index).float() + shared.float() * 1.001

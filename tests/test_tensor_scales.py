@@ -158,6 +158,32 @@ def test_scales_before_and_after_the_reduction(case, dtype):
     assert_fused(function, data, finalize="permuted rows", shared="before the all_reduce")
 
 
+COVERING = {
+    "(routed + shared) * s": lambda routed, shared, s, t: (routed + shared) * s,
+    "s * (shared - routed)": lambda routed, shared, s, t: s * (shared - routed),
+    "-2 * ((routed + shared) * s)": lambda routed, shared, s, t: -2 * ((routed + shared) * s),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", COVERING)
+def test_a_scale_before_the_reduction_of_routed_and_shared(case, dtype):
+    """In fp16 the shared addend could overflow alone, so that the partial is taken as it is."""
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        scales = (scale_of(norm_weight), scale_of(norm_weight, 1))
+        total = residual + reduce(COVERING[case](finalize(rows, weights, index), shared, *scales))
+        return norm(total, norm_weight), total
+
+    plain = dtype == torch.float16
+    assert_fused(
+        function,
+        inputs.make(dtype, missing=True),
+        finalize="finalized" if plain else "permuted rows",
+        shared="none" if plain else "before the all_reduce",
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_scale_of_a_finalized_partial(dtype):
     def function(rows, weights, index, shared, residual, norm_weight):

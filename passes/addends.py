@@ -1,0 +1,110 @@
+"""What is added to the reduced sum: rows or one vector for all of them, and what multiplies it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moe_fusion.passes.collectives import is_reduced
+from moe_fusion.passes.nodes import (
+    add_operands,
+    dtype,
+    has_value,
+    same,
+    same_shape,
+    scaled_operand,
+    shape,
+    sole_user,
+    tensor_scaled_operand,
+)
+
+
+@dataclass(frozen=True)
+class Addend:
+    """Something added after the reduction, and what multiplies it later on.
+
+    Attributes:
+        node: the addend.
+        scale: a constant factor.
+        tensor_scales: factors that are tensors of one element.
+        is_vector: it is one vector for every row, such as a bias, instead of the sum's shape.
+    """
+
+    node: Node
+    scale: float = 1.0
+    tensor_scales: tuple[Node, ...] = ()
+    is_vector: bool = False
+
+    @property
+    def scaled(self) -> bool:
+        """Whether anything but a sign changes it."""
+        return abs(self.scale) != 1.0 or bool(self.tensor_scales)
+
+    @property
+    def may_overflow(self) -> bool:
+        """Whether it could overflow alone where a sum with it does not."""
+        grows = abs(self.scale) > 1.0 or bool(self.tensor_scales)
+        return grows and dtype(self.node) == torch.float16
+
+
+def times(addend: Addend, factor: float, *tensors: Node) -> Addend:
+    """``addend`` times a constant and tensors of one element."""
+    scales = (*addend.tensor_scales, *tensors)
+    return replace(addend, scale=addend.scale * factor, tensor_scales=scales)
+
+
+def adds_rows(addend: Any, node: Node) -> bool:
+    """Whether ``addend`` has the shape of ``node``, to which it is added."""
+    return has_value(addend) and same_shape(shape(addend), shape(node))
+
+
+def adds_vector(addend: Any, node: Node, total: Node) -> bool:
+    """Whether ``total`` adds one vector of H elements to each row of ``node``."""
+    if not has_value(addend) or not shape(addend) or adds_rows(addend, node):
+        return False
+    *leading, last = shape(addend)
+    one_row = all(same(size, 1) for size in leading) and same(last, shape(node)[-1])
+    return one_row and same_shape(shape(total), shape(node))
+
+
+def opened(addends: list[Addend]) -> tuple[list[Addend], list[Node]]:
+    """The addends with each sum or multiple of a reduced sum in parts, and the nodes of those."""
+    found: list[Addend] = []
+    passed: list[Node] = []
+    pending = addends[::-1]
+    while pending:
+        addend = pending.pop()
+        parts = _parts(addend)
+        if any(_holds_sum(part) for part in parts):
+            passed.append(addend.node)
+            pending.extend(parts)
+        else:
+            found.append(addend)
+    return found, passed
+
+
+def _holds_sum(addend: Addend) -> bool:
+    """Whether a reduced sum is among the terms of an addend that nothing else reads."""
+    return is_reduced(addend.node) or any(map(_holds_sum, _parts(addend)))
+
+
+def _parts(addend: Addend) -> list[Addend]:
+    """The terms of a sum, or what is scaled; none of what is read elsewhere."""
+    node = addend.node
+    if sole_user(node) is None or addend.is_vector:
+        return []
+    pair = add_operands(node)
+    if pair is not None and not addend.may_overflow:
+        parts = [replace(addend, node=n, is_vector=adds_vector(n, node, node)) for n in pair]
+        return parts if all(p.is_vector or adds_rows(p.node, node) for p in parts) else []
+    scaled = scaled_operand(node)
+    if scaled is not None:
+        return [times(replace(addend, node=scaled[0]), scaled[1])]
+    by_tensor = tensor_scaled_operand(node)
+    # Of a promoted product the addends would be rounded, where the graph adds it as it is.
+    if by_tensor is not None and dtype(by_tensor[0]) == dtype(node):
+        return [times(replace(addend, node=by_tensor[0]), 1.0, by_tensor[1])]
+    return []

@@ -2,7 +2,7 @@
 
 A model of one layer is traced with fake tensors over a fake group of two. CI traces half of the
 families, chosen so that every kind of tail and every refusal is there, each in half precision with
-symbolic shapes and every third in fp32 with static ones, and in one way of computing and sharding
+symbolic shapes and every sixth in fp32 with static ones, and in one way of computing and sharding
 the experts; ``ALL_FAMILIES=1`` traces all of them in every way.
 """
 

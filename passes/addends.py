@@ -88,6 +88,8 @@ def opened(addends: list[Addend]) -> tuple[list[Addend], list[Node]]:
 
 def _holds_sum(addend: Addend) -> bool:
     """Whether a reduced sum is among the terms of an addend that nothing else reads."""
+    if addend.is_vector:
+        return False
     return is_reduced(addend.node) or any(map(_holds_sum, _parts(addend)))
 
 

@@ -331,9 +331,27 @@ def test_rows_that_a_mask_selects_are_not_gathered_by_it(case, tokens, top_k):
         assert_fused(tail(partial), data, finalize="token-major rows")
 
 
-OPENED = {
+BIASED = {
     "a bias of the other sum": lambda d, y: y + (d.norm_weight + reduce(d.shared)),
     "the other way round": lambda d, y: (reduce(d.shared) + d.norm_weight) + y,
+}
+
+
+@each(BIASED)
+def test_a_sum_with_a_bias_is_opened_for_the_sum_in_it(case):
+    """The vector was taken for rows, which the op does not add: ValueError."""
+
+    def function(*tensors):
+        data = inputs.Inputs(*tensors)
+        total = BIASED[case](data, reduce(finalize(data.rows, data.weights, data.index)))
+        return norm(total, data.norm_weight), total
+
+    shared = "its own all_reduce and after the all_reduce"
+    data = inputs.make(torch.float32, missing=True)
+    assert_fused(function, data, shared=shared, residual="none", finalize="permuted rows")
+
+
+OPENED = {
     "one row of the other sum": lambda d, y: y + (d.residual + reduce(d.shared[:1])),
     "one column of the other sum": lambda d, y: y + (d.residual + reduce(d.shared[:, :1])),
 }

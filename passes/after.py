@@ -36,6 +36,7 @@ from moe_fusion.passes.nodes import (
     shape,
     sole_user,
     strip_casts,
+    tensor_divided_operand,
     tensor_scaled_operand,
     tensor_terms,
 )
@@ -140,6 +141,9 @@ def _what_comes_between(node: Node, user: Node) -> str:
         return (
             "the sum is multiplied by several elements that may differ by rank: expected one number"
         )
+    divided = tensor_divided_operand(user)
+    if divided is not None and divided[0] is node:
+        return "the sum is divided by a tensor: expected a factor, as its reciprocal is rounded"
     other = f"{describe(user)} comes between the all_reduce and the norm"
     return _WHY_NOT.get(user.target, other)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,7 +16,10 @@ from moe_fusion.passes.routing import Mask, in_token_order
 
 
 def emit_routing(
-    emit: Emitter, finalize: Finalize, tensor_scales: tuple[Node, ...]
+    emit: Emitter,
+    finalize: Finalize,
+    tensor_scales: tuple[Node, ...],
+    tensor_divisors: tuple[Node, ...],
 ) -> tuple[Node, Node | None]:
     """The weights, and the int32 map or None where rows are token-major.
 
@@ -24,9 +28,10 @@ def emit_routing(
         finalize: the reduction.
         tensor_scales: tensors of one element that multiply the routed experts, put into the
             weights.
+        tensor_divisors: tensors of one element that divide them, put there as well.
     """
     routing = _Routing(emit, finalize)
-    return routing.weights(tensor_scales), routing.index()
+    return routing.weights(tensor_scales, tensor_divisors), routing.index()
 
 
 @dataclass
@@ -57,7 +62,7 @@ class _Routing:
         entries = emit.columns(like, self.finalize.top_k)
         size = emit.size(entries, 0)
         if not isinstance(size, int):
-            size = emit.call(torch.ops.aten.mul.Tensor, size, self.finalize.top_k)
+            size = emit.call(operator.mul, size, self.finalize.top_k)
         else:
             size = size * self.finalize.top_k
         device = like.meta["val"].device
@@ -84,18 +89,21 @@ class _Routing:
             source = found
         return emit.columns(source, finalize.top_k)
 
-    def weights(self, tensor_scales: tuple[Node, ...]) -> Node:
+    def weights(self, scales: tuple[Node, ...], divisors: tuple[Node, ...]) -> Node:
         """[T, K] weights; a product of several is computed in fp32, so as not to round it."""
         emit, finalize = self.emit, self.finalize
         factors = [self._by_token(w.node, permuted=w.permuted) for w in finalize.weights]
         if not factors:
             factors = [emit.call(aten.full_like.default, self._gather, 1.0, dtype=torch.float32)]
-        if len(factors) == 1 and not tensor_scales:
+        if len(factors) == 1 and not scales and not divisors:
             return factors[0]
         product = emit.cast(factors[0], torch.float32)
         for factor in factors[1:]:
             product = emit.call(aten.mul.Tensor, product, factor)
-        return emit.scaled(product, 1.0, tensor_scales)
+        product = emit.scaled(product, 1.0, scales)
+        for divisor in divisors:
+            product = emit.call(aten.div.Tensor, product, emit.scalar(divisor))
+        return product
 
     def index(self) -> Node | None:
         """[T, K] int32, -1 where the row is dropped; None where it would only count."""

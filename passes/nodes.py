@@ -296,6 +296,14 @@ def tensor_scaled_operand(node: Node) -> tuple[Node, Node] | None:
     return None
 
 
+def tensor_divided_operand(node: Node) -> tuple[Node, Node] | None:
+    """The tensor that ``node`` divides by one element, unless it broadcasts it; the element."""
+    pair = operands(node, aten.div.Tensor)
+    if pair is None or not is_scale(pair[1]) or not has_value(pair[0]):
+        return None
+    return pair if same_shape(shape(pair[0]), shape(node)) else None
+
+
 def getitem_of(node: Any, index: int, *targets: Any) -> Node | None:
     """The call of which ``node`` takes output ``index``, if it is one of ``targets``."""
     if calls(node, operator.getitem) and arg(node, 1) == index and calls(arg(node, 0), *targets):

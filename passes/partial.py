@@ -30,6 +30,7 @@ from moe_fusion.passes.nodes import (
     scaled_operand,
     shape,
     strip_casts,
+    tensor_divided_operand,
     tensor_scaled_operand,
     terms,
 )
@@ -54,6 +55,7 @@ class Partial:
         finalize: the top-k reduction, or None.
         scale: multiplies the routed experts.
         tensor_scales: tensors of one element that multiply the routed experts.
+        tensor_divisors: tensors of one element that divide them.
         shared: what is added to the routed experts.
         interior: the nodes that the op replaces, from below the rows to the all_reduce's input.
     """
@@ -62,6 +64,7 @@ class Partial:
     finalize: Finalize | None = None
     scale: float = 1.0
     tensor_scales: tuple[Node, ...] = ()
+    tensor_divisors: tuple[Node, ...] = ()
     shared: tuple[Shared, ...] = ()
     interior: tuple[Node, ...] = ()
 
@@ -99,6 +102,12 @@ def _with_finalize(node: Node) -> Partial | None:
         inner = _with_finalize(tensor_scaled[0])
         if inner is not None:
             return inner.scaled_by(tensor_scaled[1]).under(node)
+    divided = tensor_divided_operand(node)
+    if divided is not None:
+        inner = _with_finalize(divided[0])
+        if inner is not None and not inner.shared:
+            divisors = (*inner.tensor_divisors, divided[1])
+            return replace(inner, tensor_divisors=divisors).under(node)
     return _with_shared(node)
 
 

@@ -128,7 +128,7 @@ def _emit_partial(emit: Emitter, tail: Tail) -> tuple[Node, Node | None, Node | 
     shared += [emit.scaled(emit.rows(p.routed), p.scale) for p in others]
     if first.finalize is None:
         return emit.rows(first.routed), None, None, emit.total(shared)
-    weights, index = emit_routing(emit, first.finalize, first.tensor_scales)
+    weights, index = emit_routing(emit, first.finalize, first.tensor_scales, first.tensor_divisors)
     rows = emit.columns(first.finalize.rows, tail.hidden_dim)
     return rows, weights, index, emit.total(shared)
 

@@ -101,6 +101,11 @@ class Tail:
 
 def match_tail(node: Node) -> Tail | NoMatch:
     """The tail around the all_reduce ``node``, or why there is none."""
+    tail = _match(node)
+    return tail if isinstance(tail, NoMatch) else _yields(tail) or tail
+
+
+def _match(node: Node) -> Tail | NoMatch:
     first = match_all_reduce(node)
     if isinstance(first, NoMatch):
         return first
@@ -114,7 +119,7 @@ def match_tail(node: Node) -> Tail | NoMatch:
     reductions.sort(key=lambda pair: pair[1].finalize is None)
     others = (Partial(ar.input, scale=partial.scale) for ar, partial in reductions[1:])
     tail = Tail(tuple(ar for ar, _ in reductions), (reductions[0][1], *others), after)
-    return _check(tail) or _yields(tail) or tail
+    return _check(tail) or tail
 
 
 def _sent(first: AllReduce, after: After) -> tuple[After, list[tuple[AllReduce, Partial]]]:
@@ -136,7 +141,7 @@ def _yields(tail: Tail) -> NoMatch | None:
         other = reduced_by(addend.node)
         if other is None or other.group != tail.anchor.group:
             continue
-        better = match_tail(other.node)
+        better = _match(other.node)  # which does not yield in turn
         if isinstance(better, Tail) and better.top_k is not None:
             return NoMatch("another all_reduce of the same sum has the finalize", other.node)
     return None

@@ -1,11 +1,9 @@
-"""Where a shared expert's output joins the tail, and what two ranks make of each place."""
+"""Where a shared expert's output joins the tail, and what is found in each place."""
 
 from __future__ import annotations
 
-import inputs
 import spellings
 import torch
-from tracing import trace
 
 SCALE = 2.5
 
@@ -102,33 +100,3 @@ PLACES = {
         (PLAIN, "none", 1, 0),
     ),
 }
-
-
-def relative_error(got, want):
-    return float((got.double() - want).norm() / want.norm())
-
-
-def run_places(rank, dtypes):
-    """What was fused in each place, the errors fused and unfused, and the outputs."""
-    return {
-        (name, dtype): _run_place(rank, function, dtype)
-        for name, (function, _) in PLACES.items()
-        for dtype in dtypes
-    }
-
-
-def _run_place(rank, function, dtype):
-    data = inputs.make(dtype, rank=rank.index)
-    with torch.no_grad():
-        traced = trace(function, *data.args())
-        unfused = function(*data.args())
-        exact = function(*data.to(torch.float64).args())
-    report = traced.report
-    counts = (report.all_reduces_before, report.all_reduces_after)
-    return {
-        "found": [(site.finalize, site.shared, *counts) for site in report.sites],
-        "report": str(report),
-        "errors": [relative_error(*pair) for pair in zip(traced.output, exact, strict=True)],
-        "unfused": [relative_error(*pair) for pair in zip(unfused, exact, strict=True)],
-        "outputs": traced.output,
-    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inputs
 import pytest
 import torch
+from arithmetic import BIASED
 from checks import assert_fused, assert_untouched
 from spellings import functional as reduce
 from spellings import norm_a as norm
@@ -12,18 +13,6 @@ from spellings import where_masked as finalize
 from tracing import trace
 
 pytestmark = pytest.mark.usefixtures("fake_group")
-
-BIASED = {
-    "residual + (y + b)": lambda y, residual, shared, b: residual + (y + b),
-    "(b + y) + residual": lambda y, residual, shared, b: (b + y) + residual,
-    "(residual + y) + b": lambda y, residual, shared, b: (residual + y) + b,
-    "residual + (y - b)": lambda y, residual, shared, b: residual + (y - b),
-    "residual + 0.5 * (b - y)": lambda y, residual, shared, b: residual + 0.5 * (b - y),
-    "residual + (y + b[None])": lambda y, residual, shared, b: residual + (y + b[None]),
-    "residual + ((y + b) + shared)": lambda y, residual, shared, b: residual + ((y + b) + shared),
-    "residual + ((y + b) + 2 * b)": lambda y, residual, shared, b: residual + ((y + b) + 2 * b),
-    "residual + b[0] * (y + b)": lambda y, residual, shared, b: residual + b[0] * (y + b),
-}
 
 
 def tail(case, *, finalized=False):
@@ -33,15 +22,6 @@ def tail(case, *, finalized=False):
         return norm(total, norm_weight), total
 
     return function
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", BIASED)
-def test_a_bias_after_the_reduction(case, dtype):
-    data = inputs.make(dtype, missing=True)
-    assert_fused(
-        tail(case), data, shared="after the all_reduce", residual=str(dtype).removeprefix("torch.")
-    )
 
 
 @pytest.mark.parametrize("finalized", [False, True], ids=["routed", "finalized"])

@@ -16,10 +16,11 @@ from collections import Counter
 
 import pytest
 from families import (
-    DYNAMIC,
     EXPERT_PARALLEL_ONLY,
     EXPERTS,
     FAMILIES,
+    FULLY_DYNAMIC,
+    MARKED,
     STATIC,
     UNTRACED,
     fields_of,
@@ -47,7 +48,8 @@ def chosen(name, place):
     if ALL:
         every = itertools.product(models.DTYPES, ("static", "marked", "dynamic"))
         return itertools.product(ways, every)
-    found = [DYNAMIC[place % len(DYNAMIC)], STATIC[place % len(STATIC)]]
+    symbolic = FULLY_DYNAMIC.get(name, MARKED[place % len(MARKED)])
+    found = [symbolic, STATIC[place % len(STATIC)]]
     return [(ways[(place + i) % len(ways)], each) for i, each in enumerate(found) if each]
 
 

@@ -6,22 +6,30 @@ import os
 from pathlib import Path
 
 import spellings
+from arithmetic import BIASED, SCALED_AFTER, SCALED_BEFORE, SIGNED_AFTER, SIGNED_BEFORE, WITH_ADDEND
 from families import FAMILIES, UNTRACED
+from refused_tails import CASES
 from shared_places import PLACES
-from test_biases import BIASED
-from test_recognised import SIGNED_AFTER, SIGNED_BEFORE
-from test_refused import CASES
-from test_tensor_scales import AFTER, BEFORE, COVERING, HELD, WITH_ADDEND
+from test_tensor_scales import BEFORE, HELD
 
 README = Path(__file__).parent.parent / "README.md"
 BEGIN = "<!-- written from the tests' tables: tests/test_matched_table.py -->"
 END = "<!-- end -->"
 PAGE = Path(__file__).parent.parent / "docs" / "matched.md"
 
+SPELLINGS_TEXT = """Each in bf16, fp16 and fp32, with static shapes, `mark_dynamic` and
+`dynamic=True`, with numbers; in one of these cells also on two ranks whose inputs differ. So are
+the numbers, tensors, biases and places of a shared expert below."""
+NUMBERS_TEXT = """`y` is the reduced sum, `shared` an addend of each rank. In fp16 no addend that
+comes after the reduction is scaled up."""
 SCALES_TEXT = """`s` and `t` are tensors of one element, `y` the reduced sum, `shared` an addend of
 each rank. Of several elements they are refused."""
 FAMILIES_TEXT = """One layer over two ranks: fused tails without a finalize, the MoE tail by where
 its shared expert joins it, and the all_reduces that are left."""
+
+
+def code(*tables):
+    return "; ".join(f"`{case}`" for each in tables for case in each)
 
 
 def table(*rows):
@@ -44,9 +52,12 @@ def readme():
     head, rest = README.read_text().split(BEGIN)
     found = spelling_table(
         ("shared expert", "; ".join(PLACES)),
-        ("numbers", "; ".join(f"`{case}`" for case in (*SIGNED_BEFORE, *SIGNED_AFTER))),
-        ("tensors of one element", "; ".join(f"`{case}`" for case in (*COVERING, *AFTER))),
-        ("bias", "; ".join(f"`{case}`" for case in BIASED)),
+        ("numbers", code(SIGNED_BEFORE, SIGNED_AFTER)),
+        (
+            "tensors of one element",
+            code(SCALED_BEFORE, SCALED_AFTER),
+        ),
+        ("bias", code(BIASED)),
     )
     return f"{head}{BEGIN}\n{found}\n{END}{rest.split(END)[1]}"
 
@@ -55,17 +66,26 @@ def page():
     parts = (
         "# What is matched and what is refused",
         "Written from the tables that the tests run: see `tests/test_matched_table.py`.",
-        "## Spellings\n\nEach in bf16, fp16 and fp32, with numbers.",
+        "## Spellings\n\n" + SPELLINGS_TEXT,
         spelling_table(),
+        "## Numbers\n\n" + NUMBERS_TEXT,
+        table(
+            ("part", "spellings"),
+            ("before the all_reduce", code(SIGNED_BEFORE)),
+            ("after the all_reduce", code(SIGNED_AFTER)),
+        ),
         "## Scales that are tensors\n\n" + SCALES_TEXT,
         table(
             ("part", "spellings"),
             ("held as", "; ".join(dict.fromkeys(hold for hold, *_ in HELD))),
             ("on the routed experts", "; ".join(BEFORE)),
-            ("before the all_reduce", "; ".join(f"`{case}`" for case in COVERING)),
-            ("after the all_reduce", "; ".join(f"`{case}`" for case in (*AFTER, *WITH_ADDEND))),
+            ("before the all_reduce", code(SCALED_BEFORE)),
+            (
+                "after the all_reduce",
+                code(SCALED_AFTER, WITH_ADDEND),
+            ),
         ),
-        "## Biases after the all_reduce\n\n" + "; ".join(f"`{case}`" for case in BIASED),
+        "## Biases after the all_reduce\n\n" + code(BIASED),
         "## Places of a shared expert",
         table(
             ("place", "finalize", "found as", "all_reduces"),

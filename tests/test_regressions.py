@@ -549,7 +549,7 @@ def test_sums_that_the_graph_adds_in_fp32_are_not_merged():
     traced = trace(sum_in_fp32(total_of), *data.args())
     assert traced.report.all_reduces_after == traced.report.all_reduces_before - 1 == 1
     assert traced.report.fused == 1
-    assert_exact(traced, sum_in_fp32(total_of), data)
+    assert_exact(traced.output, sum_in_fp32(total_of), data)
 
 
 WIDE_PARTIALS = {
@@ -687,3 +687,30 @@ def test_a_constant_vector_plus_one_element_is_the_weight_itself(case):
     function = tail(close=lambda total, w: norm(total, BIASES[case](w)))
     data = inputs.make(torch.float32, missing=True)
     assert ", 0, 1, 1, 0)" in assert_fused(function, data).after[0]
+
+
+UNMERGED = {
+    "a tensor scales one": (2, lambda a, b, s, t: a + s * b),
+    "a tensor scales each": (2, lambda a, b, s, t: s * a + t * b),
+    "a tensor scales one, by addcmul": (2, lambda a, b, s, t: torch.addcmul(a, b, s)),
+    "three": (3, lambda a, b, c, s, t: (a + s * b) + t * c),
+}
+
+
+@each(UNMERGED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_sums_without_a_finalize_that_stay_apart_do_not_yield_to_each_other(case, dtype):
+    """To match one of them looks at the others, which must not look back."""
+    count, sum_of = UNMERGED[case]
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        sums = [reduce(shared * place) for place in range(1, count + 1)]
+        total = residual + sum_of(*sums, norm_weight[0] * 0.75, norm_weight[1] * 0.5)
+        return norm(total, norm_weight), total
+
+    data = inputs.make(dtype)
+    traced = trace(function, *data.args())
+    assert [site.shared for site in traced.report.sites] == ["after the all_reduce"]
+    assert traced.report.all_reduces_before == count
+    assert traced.report.all_reduces_after == count - 1
+    assert_exact(traced.output, function, data)

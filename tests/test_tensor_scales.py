@@ -5,6 +5,7 @@ from __future__ import annotations
 import inputs
 import pytest
 import torch
+from arithmetic import WITH_ADDEND
 from checks import assert_fused, assert_untouched
 from spellings import functional as reduce
 from spellings import norm_a as norm
@@ -68,37 +69,6 @@ def test_a_scale_that_a_module_holds(hold, dtype, scale_dtype):
     assert "mul.Tensor(wait" not in traced.after[0]
 
 
-AFTER = {
-    "y * s": lambda y, residual, shared, s, t: residual + y * s,
-    "s * y": lambda y, residual, shared, s, t: s * y + residual,
-    "s.float() * y": lambda y, residual, shared, s, t: residual + (s.float() * y),
-    "(y.float() * s.float()).to(y.dtype)": lambda y, residual, shared, s, t: (
-        residual + (y.float() * s.float()).to(y.dtype)
-    ),
-    "t * (y * s)": lambda y, residual, shared, s, t: residual + t * (y * s),
-    "s * (y * s)": lambda y, residual, shared, s, t: residual + s * (y * s),
-    "-0.5 * (s * y)": lambda y, residual, shared, s, t: residual - 0.5 * (s * y),
-    "y * s.view(1)": lambda y, residual, shared, s, t: residual + y * s.view(1),
-    "s.view(1, 1) * y": lambda y, residual, shared, s, t: s.view(1, 1) * y + residual,
-    "y * s.int()": lambda y, residual, shared, s, t: residual + y * (s * 3).int(),
-    "(y[None] * s).view(y.shape)": lambda y, residual, shared, s, t: (
-        residual + (y[None] * s).view(y.shape)
-    ),
-    "addcmul(residual, y, s)": lambda y, residual, shared, s, t: torch.addcmul(residual, y, s),
-    "addcmul(residual, s, y, value=-0.5)": lambda y, residual, shared, s, t: torch.addcmul(
-        residual, s, y, value=-0.5
-    ),
-}
-WITH_ADDEND = {
-    "(y + shared) * s": lambda y, residual, shared, s, t: residual + (y + shared) * s,
-    "y * s + shared": lambda y, residual, shared, s, t: residual + (shared + y * s),
-    "s * y + t * shared": lambda y, residual, shared, s, t: residual + (s * y + t * shared),
-    "t * (s * y + shared)": lambda y, residual, shared, s, t: residual + t * (s * y + shared),
-    "0.5 * (s * y - shared)": lambda y, residual, shared, s, t: residual + 0.5 * (s * y - shared),
-    "addcmul(y, shared, s)": lambda y, residual, shared, s, t: (
-        residual + torch.addcmul(y, shared, s)
-    ),
-}
 NO_RESIDUAL = {
     "(y + residual) * s": lambda y, residual, shared, s, t: (y + residual) * s,
     "y * s alone": lambda y, residual, shared, s, t: y * s,
@@ -113,21 +83,6 @@ def tail(total_of):
         return norm(total, norm_weight), total
 
     return function
-
-
-@pytest.mark.parametrize(("case", "dtype"), each_in_turn(AFTER))
-def test_a_scale_after_the_reduction(case, dtype):
-    data = inputs.make(dtype, missing=True)
-    assert_fused(tail(AFTER[case]), data, residual=str(dtype)[6:], shared="none")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", WITH_ADDEND)
-def test_a_scale_and_an_addend_after_the_reduction_keep_their_order(case, dtype):
-    data = inputs.make(dtype, missing=True)
-    assert_fused(
-        tail(WITH_ADDEND[case]), data, residual=str(dtype)[6:], shared="after the all_reduce"
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16], ids=str)
@@ -156,32 +111,6 @@ def test_scales_before_and_after_the_reduction(case, dtype):
 
     data = inputs.make(dtype, missing=True)
     assert_fused(function, data, finalize="permuted rows", shared="before the all_reduce")
-
-
-COVERING = {
-    "(routed + shared) * s": lambda routed, shared, s, t: (routed + shared) * s,
-    "s * (shared - routed)": lambda routed, shared, s, t: s * (shared - routed),
-    "-2 * ((routed + shared) * s)": lambda routed, shared, s, t: -2 * ((routed + shared) * s),
-}
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", COVERING)
-def test_a_scale_before_the_reduction_of_routed_and_shared(case, dtype):
-    """In fp16 the shared addend could overflow alone, so that the partial is taken as it is."""
-
-    def function(rows, weights, index, shared, residual, norm_weight):
-        scales = (scale_of(norm_weight), scale_of(norm_weight, 1))
-        total = residual + reduce(COVERING[case](finalize(rows, weights, index), shared, *scales))
-        return norm(total, norm_weight), total
-
-    plain = dtype == torch.float16
-    assert_fused(
-        function,
-        inputs.make(dtype, missing=True),
-        finalize="finalized" if plain else "permuted rows",
-        shared="none" if plain else "before the all_reduce",
-    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -264,6 +193,30 @@ def test_in_fp16_no_addend_is_scaled_by_a_tensor(case):
     reason = "an addend that is scaled up alone could overflow float16"
     data = inputs.make(torch.float16, missing=True)
     assert_untouched(tail(WITH_ADDEND[case]), reason, data)
+
+
+ALPHA = {
+    "add": lambda y, residual, addend: residual + torch.add(y, addend, alpha=2),
+    "sub": lambda y, residual, addend: residual - torch.sub(y, addend, alpha=-2),
+    "residual": lambda y, residual, addend: torch.add(y, addend, alpha=2),
+    "mul": lambda y, residual, addend: residual + 2 * (y + addend),
+}
+
+
+@pytest.mark.parametrize("case", ALPHA)
+def test_in_fp16_no_addend_is_scaled_up_by_a_number(case):
+    """``-60000 + 2 * 40000`` is finite, and ``2 * 40000`` is not."""
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        total = ALPHA[case](reduce(shared), residual, norm_weight.expand(shared.shape))
+        return norm(total, norm_weight), total
+
+    data = inputs.make(torch.float16)
+    data.shared.fill_(-60000.0)
+    data.norm_weight.fill_(40000.0)
+    assert torch.isfinite(function(*data.args())[1]).all()
+    reason = "an addend that is scaled up alone could overflow float16"
+    assert_untouched(function, reason, data)
 
 
 @pytest.mark.parametrize("mode", ["marked", "dynamic"])

@@ -156,9 +156,15 @@ def _advance(path: _Path) -> NoMatch | None:
     if keeps_rows(user) or is_cast(user):
         path.step(user)
         return None
-    for (operand, factor, tensors), other in itertools.permutations(tensor_terms(user), 2):
+    terms = tensor_terms(user)
+    own = [factor for operand, factor, tensors in terms if operand is node and not tensors]
+    if own and len(own) == len(terms):  # the sum is added to itself
+        path.multiply(sum(own))
+        path.step(user)
+        return _overflow(path.addends, user)
+    for (operand, factor, tensors), other in itertools.permutations(terms, 2):
         vector = adds_vector(other[0], node, user)
-        if operand is node and (vector or adds_rows(other[0], node)):
+        if operand is node and other[0] is not node and (vector or adds_rows(other[0], node)):
             path.multiply(factor, *tensors)
             path.addends.append(Addend(*other, is_vector=vector))
             path.step(user)
@@ -196,7 +202,7 @@ def _merge(path: _Path, first: AllReduce) -> list[Merged]:
         other = reduced_by(addend.node)
         if addend.is_vector or other is None or other.group != first.group:
             continue
-        if not _scales_fit(path, addend, first):
+        if other.sum is first.sum or not _scales_fit(path, addend, first):
             continue
         nodes = _between(other, addend.node)
         # Where the graph adds the sums in fp32, to round the sum of partials is one too many.

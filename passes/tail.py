@@ -114,23 +114,27 @@ def _match(node: Node) -> Tail | NoMatch:
     after = match_after(first)
     if isinstance(after, NoMatch):
         return after
-    after, reductions = _sent(first, after)
-    # The op has one finalize: the reduction that has it comes first, the others are addends.
-    reductions.sort(key=lambda pair: pair[1].finalize is None)
-    others = (Partial(ar.input, scale=partial.scale) for ar, partial in reductions[1:])
-    tail = Tail(tuple(ar for ar, _ in reductions), (reductions[0][1], *others), after)
+    tail = _sent(first, after)
     return _check(tail) or tail
 
 
-def _sent(first: AllReduce, after: After) -> tuple[After, list[tuple[AllReduce, Partial]]]:
-    """What each reduction sends; where their sums' scales differ, the partials take them."""
+def _sent(first: AllReduce, after: After) -> Tail:
+    """The tail with what each reduction sends.
+
+    The op has one finalize: the reduction that has it comes first, the others are addends, taken as
+    they are. Where their sums' scales differ, the partials take them.
+    """
     sums = [(first, after.output_scale), *((m.all_reduce, m.scale) for m in after.merged)]
-    alike = all(scale == after.output_scale for _, scale in sums)
-    sent = []
-    for all_reduce, scale in sums:
-        partial = match_partial(all_reduce.input, dtype(all_reduce.input))
-        sent.append((all_reduce, partial if alike else partial.scaled(scale)))
-    return (after if alike else replace(after, output_scale=1.0)), sent
+    if any(scale != after.output_scale for _, scale in sums):
+        after = replace(after, output_scale=1.0)
+    else:
+        sums = [(all_reduce, 1.0) for all_reduce, _ in sums]
+    partials = [match_partial(ar.input, dtype(ar.input)) for ar, _ in sums]
+    order = sorted(range(len(sums)), key=lambda place: partials[place].finalize is None)
+    (leader, scale), *others = (sums[place] for place in order)
+    sent = [partials[order[0]].scaled(scale)]
+    sent += [Partial(all_reduce.input, scale=factor) for all_reduce, factor in others]
+    return Tail((leader, *(all_reduce for all_reduce, _ in others)), tuple(sent), after)
 
 
 def _yields(tail: Tail) -> NoMatch | None:

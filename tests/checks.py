@@ -76,6 +76,7 @@ def assert_fused(
     left: dict[str, int] | None = None,
     ranks: int = RANKS,
     dynamic: bool | None = None,
+    slack: float = 1.02,
     **expected: object,
 ) -> Traced:
     """``function(*tensors)`` is fused ``fused`` times and no less exact than unfused.
@@ -90,6 +91,7 @@ def assert_fused(
         left: why other all_reduces stay in the graph, and how many.
         ranks: 1 for reductions other than ``spellings.functional``.
         dynamic: as for ``torch.compile``.
+        slack: as for :func:`assert_exact`.
         expected: fields of the first site.
     """
     left = left or {}
@@ -99,7 +101,7 @@ def assert_fused(
     assert traced.report.fused == fused, str(traced.report)
     assert dict(traced.report.refusals) == left
     assert traced.report.all_reduces_after == sum(left.values())
-    assert_exact(traced.output, function, data, ranks)
+    assert_exact(traced.output, function, data, ranks, slack)
     for name, value in expected.items():
         assert getattr(traced.report.sites[0], name) == value
     return traced

@@ -714,3 +714,81 @@ def test_sums_without_a_finalize_that_stay_apart_do_not_yield_to_each_other(case
     assert traced.report.all_reduces_before == count
     assert traced.report.all_reduces_after == count - 1
     assert_exact(traced.output, function, data)
+
+
+ITSELF = {
+    "y + y": lambda y, shared: y + y,
+    "add, alpha": lambda y, shared: torch.add(y, y, alpha=2),
+    "sub, alpha": lambda y, shared: torch.sub(y, y, alpha=0.25),
+    "views of a copy": lambda y, shared: (y + y).view(1, *y.shape).squeeze(0),
+    "(y - shared / 2) twice": lambda y, shared: (z := y - shared * 0.25) + z,
+}
+
+
+@each(ITSELF)
+@pytest.mark.parametrize("finalized", [False, True], ids=["routed", "finalized"])
+@both_dtypes
+def test_a_sum_that_is_added_to_itself_is_reduced_once(case, finalized, dtype):
+    """It is twice the sum, not a second partial."""
+
+    def partial(rows, weights, index):
+        return finalize(rows, weights, index) * 0.25
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        y = reduce(shared * 0.5 if finalized else partial(rows, weights, index) + shared)
+        total = residual + ITSELF[case](y, shared)
+        return norm(total, norm_weight), total
+
+    form = "finalized" if finalized else "permuted rows"
+    traced = assert_fused(function, inputs.make(dtype, missing=True), slack=1.1, finalize=form)
+    assert traced.report.all_reduces_before == 1
+    assert "its own" not in traced.report.sites[0].shared
+
+
+def test_a_sum_that_is_added_to_a_multiple_of_itself_by_a_tensor_is_refused():
+    def function(rows, weights, index, shared, residual, norm_weight):
+        y = reduce(finalize(rows, weights, index))
+        total = residual + torch.addcmul(y, y, norm_weight[0])
+        return norm(total, norm_weight), total
+
+    reason = "aten.addcmul comes between the all_reduce and the norm"
+    assert_untouched(function, reason, inputs.make(missing=True))
+
+
+SCALED_PARTIALS = {
+    "alike": (1.0, 1.0),
+    "apart": (1.0, 0.5),
+    "both": (-0.5, 0.25),
+}
+
+
+@each(SCALED_PARTIALS)
+@pytest.mark.parametrize("shared_in", ["neither", "first", "second"])
+@both_dtypes
+def test_of_two_finalized_partials_the_second_is_taken_as_it_is(case, shared_in, dtype):
+    """Its own scale is in it already."""
+    first_scale, second_scale = SCALED_PARTIALS[case]
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        first = finalize(rows, weights, index) * 0.25
+        second = finalize(rows, weights * 0.5, index) * -0.75
+        first = first + shared if shared_in == "first" else first
+        second = second - shared if shared_in == "second" else second
+        total = residual + (reduce(first) * first_scale + second_scale * reduce(second))
+        return norm(total, norm_weight), total
+
+    data = inputs.make(dtype, missing=True)
+    traced = assert_fused(function, data, slack=1.2, finalize="permuted rows")
+    assert traced.report.all_reduces_before == 2
+
+
+@both_dtypes
+def test_a_second_sum_that_is_added_twice_counts_twice(dtype):
+    def function(rows, weights, index, shared, residual, norm_weight):
+        other = reduce(shared)
+        total = residual + (reduce(finalize(rows, weights, index) * 0.5) + (other + other))
+        return norm(total, norm_weight), total
+
+    data = inputs.make(dtype, missing=True)
+    traced = assert_fused(function, data, slack=1.1, shared="its own all_reduce")
+    assert traced.report.all_reduces_before == 2

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from checks import RANKS, assert_fused, error
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from tracing import Tracer, trace
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -359,3 +361,39 @@ def test_shapes(shape, mode, dtype):
     for got, plain, want in zip(traced.output, unfused, oracle, strict=True):
         assert got.shape == plain.shape
         assert error(got, want) <= 1.02 * error(plain, want) + 3e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_dtensor_that_is_partial_and_made_replicated(dtype):
+    mesh = init_device_mesh("cpu", (2,))
+
+    def reduce(x):
+        partial = DTensor.from_local(x, mesh, [Partial()], run_check=False)
+        return partial.redistribute(placements=[Replicate()]).to_local()
+
+    function = tail(spellings.where_masked, reduce=reduce)
+    assert_fused(function, inputs.make(dtype, missing=True), ranks=1, top_k=inputs.K)
+
+
+@pytest.mark.parametrize("weight", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_norm_without_an_eps(dtype, weight):
+    """It takes the machine epsilon of the dtype in which it computes."""
+
+    def norm(total, norm_weight):
+        wide = total if total.dtype == torch.float64 else total.float()
+        scale = norm_weight.to(wide.dtype) if weight else None
+        # fp64 has another epsilon
+        eps = None if total.dtype != torch.float64 else torch.finfo(torch.float32).eps
+        return torch.nn.functional.rms_norm(wide, (inputs.H,), scale, eps).to(total.dtype)
+
+    assert_fused(tail(spellings.where_masked, norm), inputs.make(dtype, missing=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (1, 2), (4, 1)])
+def test_an_einsum_of_one_token_or_of_one_expert(tokens, top_k, dtype):
+    """Its product swaps its operands for one token, and is none for one expert."""
+    data = inputs.make(dtype, tokens=tokens, top_k=top_k)
+    traced = assert_fused(tail(spellings.einsum), data, top_k=top_k)
+    assert traced.report.sites[0].finalize == "token-major rows"

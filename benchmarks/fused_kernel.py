@@ -19,10 +19,10 @@ import torch
 import triton
 
 from moe_fusion import limits, reference
-from moe_fusion.buffers import STATE_WORDS, Workspace, slots_bytes
+from moe_fusion.buffers import STATE_WORDS, Workspace, peer_addresses, slots_bytes, square_sum_words
 from moe_fusion.contract import TailArguments
+from moe_fusion.kernels.fused_launch import fused
 from moe_fusion.kernels.launch import LaunchParameters, launch_parameters
-from moe_fusion.kernels.one_shot import one_shot
 
 TOKENS = (1, 4, 16, 32, 64, 128)
 CALLS = 100
@@ -51,19 +51,27 @@ def make_rank(rank: int, tokens: int, hidden: int, top_k: int) -> TailArguments:
     )
 
 
+def resident_blocks(world_size: int) -> int:
+    """Blocks of one rank's share of the device."""
+    count = torch.cuda.get_device_properties(0).multi_processor_count
+    return count // world_size * limits.BLOCKS_PER_MULTIPROCESSOR
+
+
 def make_workspaces(world_size: int, capacity_bytes: int) -> list[Workspace]:
     """Workspaces of ranks that all live in this process."""
     size = slots_bytes(world_size, capacity_bytes)
     slots = [torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for _ in range(world_size)]
-    addresses = torch.tensor([s.data_ptr() for s in slots], device="cuda")
+    addresses = [s.data_ptr() for s in slots]
     return [
         Workspace(
             rank=rank,
             world_size=world_size,
             dtype=torch.bfloat16,
             capacity_bytes=capacity_bytes,
-            peers=addresses,
+            peers=peer_addresses(rank, addresses),
             state=torch.zeros(STATE_WORDS, dtype=torch.int64, device="cuda"),
+            square_sums=torch.full((square_sum_words(capacity_bytes),), -1, device="cuda"),
+            multiprocessors=torch.cuda.get_device_properties(0).multi_processor_count // world_size,
             error_word=torch.zeros(1, dtype=torch.int32, pin_memory=True),
             peer_timeout_s=PEER_TIMEOUT_S,
             global_ranks=tuple(range(world_size)),
@@ -84,7 +92,7 @@ def relative_error(
         outputs = []
         for args, workspace, stream in zip(ranks, workspaces, streams, strict=True):
             with torch.cuda.stream(stream):
-                outputs.append(one_shot(args, workspace, parameters)[0])
+                outputs.append(fused(args, workspace, parameters)[0])
         torch.cuda.synchronize()
 
     def on_cpu(args: TailArguments) -> TailArguments:
@@ -105,7 +113,7 @@ def capture(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(CALLS):
-            one_shot(args, workspace, parameters)
+            fused(args, workspace, parameters)
     return graph
 
 

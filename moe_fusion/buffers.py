@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +13,9 @@ from torch import Tensor
 from moe_fusion import limits
 from moe_fusion.errors import PeerTimeoutError
 
-STATE_WORDS = 4  # of int64: see moe_fusion.kernels.one_shot
+PEERS = 8  # addresses that the kernel takes: the largest world size
+STATE_WORDS = 4  # of int64: see moe_fusion.kernels.fused
+SQUARE_SUM_SEGMENT_BYTES = 2048  # of a row: see moe_fusion.kernels.launch
 
 
 @dataclass
@@ -19,18 +23,21 @@ class StreamOrder:
     """Keeps the calls on one workspace in order, on whichever stream each of them is."""
 
     last: torch.cuda.Stream | None = None
+    last_handle: int | None = None
 
-    def take_turn(self) -> None:
+    def take_turn(self, device: int) -> None:
         """Let the current stream wait for the stream of the call before, if that was another one.
 
-        Work that a CUDA graph captures is not seen: its replays are the caller's to order.
+        Work that a CUDA graph captures is not seen: its replays are the caller's to order, so this
+        must not be called inside a capture.
         """
-        current = torch.cuda.current_stream()
-        if torch.cuda.is_current_stream_capturing():
+        handle = torch._C._cuda_getCurrentRawStream(device)
+        if handle == self.last_handle:
             return
-        if self.last is not None and self.last != current:
+        current = torch.cuda.current_stream(device)
+        if self.last is not None:
             current.wait_stream(self.last)
-        self.last = current
+        self.last, self.last_handle = current, handle
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,11 +49,13 @@ class Workspace:
         world_size: W.
         dtype: the activation dtype.
         capacity_bytes: one rank's partial [T, H] in one slot, at most.
-        peers: [W] int64, the address of each rank's slots in this process.
-        state: [4] int64 on the device: next slot, units written by the last call, readers, ranks
-            that were missing.
+        peers: the address, in this process, of the slots of the rank that comes i after this one,
+            for i from 0 to 7.
+        state: [STATE_WORDS] int64 on the device: calls, readers, ranks that were missing.
+        square_sums: int64 on the device, a word for each segment of each row of a call.
         error_word: [1] int32 that the device writes and the host reads: ranks missing, one bit
             each.
+        multiprocessors: of a rank's device, or of its share of one: the same on every rank.
         peer_timeout_s: how long a kernel waits for a peer, in seconds.
         global_ranks: the ranks of the group in the world, for messages.
         memory: whatever keeps the buffers mapped.
@@ -57,18 +66,20 @@ class Workspace:
     world_size: int
     dtype: torch.dtype
     capacity_bytes: int
-    peers: Tensor
+    peers: tuple[int, ...]
     state: Tensor
+    square_sums: Tensor
     error_word: Tensor
+    multiprocessors: int
     peer_timeout_s: float
     global_ranks: tuple[int, ...]
     memory: object = field(repr=False)
     order: StreamOrder = field(default_factory=StreamOrder, repr=False)
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes from one slot to the next: a region for each rank."""
-        return self.world_size * self.capacity_bytes
+    @functools.cached_property
+    def _error_bits(self) -> ctypes.c_int32:
+        """The error word as the host reads it."""
+        return ctypes.c_int32.from_address(self.error_word.data_ptr())
 
     def holds(self, num_tokens: int, hidden_dim: int) -> bool:
         """Whether one slot has room for ``[num_tokens, hidden_dim]`` from every rank."""
@@ -76,7 +87,7 @@ class Workspace:
 
     def missing_ranks(self) -> tuple[int, ...]:
         """Global ranks that finished kernels have reported as missing; reads host memory only."""
-        bits = ctypes.c_int32.from_address(self.error_word.data_ptr()).value
+        bits = self._error_bits.value
         return tuple(r for i, r in enumerate(self.global_ranks) if bits >> i & 1)
 
     def check(self) -> None:
@@ -85,11 +96,24 @@ class Workspace:
         Raises:
             PeerTimeoutError: a peer did not arrive in time.
         """
-        missing = self.missing_ranks()
-        if missing:
-            raise PeerTimeoutError(self.global_ranks[self.rank], missing, self.peer_timeout_s)
+        if self._error_bits.value:
+            here = self.global_ranks[self.rank]
+            raise PeerTimeoutError(here, self.missing_ranks(), self.peer_timeout_s)
+
+
+def peer_addresses(rank: int, addresses: Sequence[int]) -> tuple[int, ...]:
+    """``addresses``, by rank, as :class:`Workspace` has them: from ``rank`` on, repeated."""
+    return tuple(addresses[(rank + i) % len(addresses)] for i in range(PEERS))
 
 
 def slots_bytes(world_size: int, capacity_bytes: int) -> int:
-    """Bytes of all slots of a workspace."""
-    return limits.SLOTS_OF_A_WORKSPACE * world_size * capacity_bytes
+    """Bytes of what peers write: all slots, and a word for each peer's tidings of a missing rank.
+
+    A slot has a region for each rank's rows and one for the owners' sums.
+    """
+    return limits.SLOTS_OF_A_WORKSPACE * (world_size + 1) * capacity_bytes + 4 * PEERS
+
+
+def square_sum_words(capacity_bytes: int) -> int:
+    """Words for the segments of all rows of a call: a row's last segment may be a part of one."""
+    return limits.TOKEN_CEILING_MAX_TOKENS + capacity_bytes // SQUARE_SUM_SEGMENT_BYTES

@@ -102,6 +102,9 @@ class FusionConfig:
             raise ConfigError("peer_timeout_s", expected, timeout)
 
 
+_FIELD_NAMES = tuple(field.name for field in fields(FusionConfig))
+
+
 def _reject_unknown_variables(known: tuple[str, ...]) -> None:
     names = {ENV_PREFIX + name.upper() for name in known}
     for variable in sorted(os.environ):
@@ -122,13 +125,27 @@ def _thread() -> int:
 vars(_thread)["_dynamo_marked_constant"] = True
 
 
+_known_defaults: dict[tuple[str | None, ...], FusionConfig] = {}
+
+
+def _defaults() -> FusionConfig:
+    """The configuration of the environment: one object for as long as that stays as it is."""
+    given = tuple(_env(name) for name in _FIELD_NAMES)
+    if given not in _known_defaults:
+        _known_defaults[given] = FusionConfig()
+    return _known_defaults[given]
+
+
+vars(_defaults)["_dynamo_marked_constant"] = True
+
+
 def active_config() -> FusionConfig:
     """The configuration in force: this thread's, of ``fusing``; that of ``install``; the defaults.
 
     The kernels of a compiled model may be called from another thread than compiled it, so
     ``install`` counts for all threads; ``fusing`` blocks of two threads do not meet.
     """
-    return _of_threads.get(_thread()) or _of_process or FusionConfig()
+    return _of_threads.get(_thread()) or _of_process or _defaults()
 
 
 def set_active_config(config: FusionConfig | None) -> FusionConfig | None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from moe_fusion import expect
 from moe_fusion.contract import MoEOutput, UnfinalizedMoEOutput
-from moe_fusion.op import ALONE, OP
+from moe_fusion.op import OP
+from moe_fusion.operands import ALONE
 from moe_fusion.topology import reducing_group
 
 

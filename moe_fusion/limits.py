@@ -91,8 +91,8 @@ TOKEN_CEILINGS = (
 )
 # Source: each row's own. Within one W and dtype, tokens must not rise with H (docs/guards.md).
 
-SLOTS_OF_A_WORKSPACE = 3
-# Source: with two, a peer's next rows can land in a slot that is yet to be cleared
+SLOTS_OF_A_WORKSPACE = 2
+# Source: with one, a peer's next rows can land on rows that are yet to be read
 # (tests/test_exchange_model.py shows the interleaving).
 
 PEER_TIMEOUT_DEFAULT_S = 30.0

@@ -20,26 +20,17 @@ Errors: ``TypeError`` for a dtype, ``ValueError`` for a shape, a device or an un
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from moe_fusion import reference
-from moe_fusion.admission import Refusal
-from moe_fusion.buffers import Workspace
-from moe_fusion.contract import TailArguments
+from moe_fusion.dispatch import cuda_kernel, empty_outputs
 from moe_fusion.errors import InferenceOnlyError
-from moe_fusion.topology import resolve_group
-from moe_fusion.workspace import workspace_for
-
-ALONE = ""  # the group_name of a rank that reduces over nobody else
-
-_FIELDS = [field.name for field in fields(TailArguments)]
-_EPS = _FIELDS.index("eps")
-_GROUP = _FIELDS.index("output_scale_tensor")  # which follows the group, as it may be left out
+from moe_fusion.operands import EPS, GROUP, check_operands, group_to_reduce
 
 _OPERANDS = (
     "Tensor routed, "  # [R,H] rows when expert_weights is given, else [T,H] finalized
@@ -75,34 +66,10 @@ OP = torch.ops.moe_fusion.finalize_allreduce_rms_norm.default
 OP_EPS_TENSOR = torch.ops.moe_fusion.finalize_allreduce_rms_norm.eps_tensor
 
 
-def check_operands(*operands: object) -> TailArguments:
-    """The op's operands without the group, checked; an ``eps`` that is a tensor is read."""
-    values = [*operands[:_GROUP], *operands[_GROUP + 1 :]]
-    eps = values[_EPS]
-    if isinstance(eps, Tensor):
-        if eps.dim() != 0 or eps.device.type != "cpu":
-            raise ValueError(
-                "eps: expected a float or a 0-d CPU tensor, "
-                f"got shape {list(eps.shape)} on {eps.device}"
-            )
-        # A fake tensor holds no number, and none is needed for the outputs' shapes.
-        values[_EPS] = 0.0 if isinstance(eps, FakeTensor) or eps.is_meta else eps.item()
-    elif eps < 0.0:  # type: ignore[operator]
-        raise ValueError(f"eps: expected a float >= 0, got {eps}")
-    args = TailArguments(*values)  # type: ignore[arg-type]
-    args.check()
-    return args
-
-
-def _group(name: str) -> dist.ProcessGroup | None:
-    """The group to reduce over, or None: this rank alone."""
-    return resolve_group(name) if name != ALONE else None
-
-
 def _reference_kernel(*operands: object) -> tuple[Tensor, Tensor]:
     """Reference numerics around the group's own all_reduce, whatever its backend."""
     args = check_operands(*operands)
-    group = _group(operands[_GROUP])  # type: ignore[arg-type]
+    group = group_to_reduce(operands[GROUP])  # type: ignore[arg-type]
     partial = reference.partial(args).to(args.routed.dtype).contiguous()
     if partial.shape[0] and group is not None:
         dist.all_reduce(partial, group=group)
@@ -110,53 +77,57 @@ def _reference_kernel(*operands: object) -> tuple[Tensor, Tensor]:
     return norm_out.contiguous(), residual_out.contiguous()
 
 
-def _host_scale_read(args: TailArguments) -> TailArguments:
-    """The same arguments with a scale that is in host memory as a number."""
-    scale = args.output_scale_tensor
-    if scale is None or scale.device.type != "cpu":
-        return args
-    return replace(args, output_scale=reference.scale(args).item(), output_scale_tensor=None)
-
-
-def _cuda_kernel(*operands: object) -> tuple[Tensor, Tensor]:
-    """One kernel where the group has a workspace that holds this call, else the composite path."""
-    args = _host_scale_read(check_operands(*operands))
-    group = _group(operands[_GROUP])  # type: ignore[arg-type]
-    if args.num_tokens == 0:
-        return _outputs(args)
-    from moe_fusion.kernels.composite import composite
-    from moe_fusion.kernels.one_shot import one_shot
-
-    found: Workspace | Refusal = Refusal("this rank is alone")
-    if group is not None:
-        found = workspace_for(
-            args.num_tokens, args.hidden_dim, args.routed.dtype, group, top_k=args.top_k
-        )
-    with torch.cuda.device(args.routed.device):
-        if isinstance(found, Refusal):
-            return composite(args, group)
-        found.order.take_turn()
-        return one_shot(args, found)
-
-
-def _outputs(args: TailArguments) -> tuple[Tensor, Tensor]:
-    """Fresh outputs, [T, H] each, not filled."""
-    shape = (args.num_tokens, args.hidden_dim)
-    return args.routed.new_empty(shape), args.routed.new_empty(shape, dtype=args.residual_dtype)
-
-
 def fake_outputs(*operands: object) -> tuple[Tensor, Tensor]:
     """The outputs' shapes, dtypes and strides, as the op's fake kernel gives them."""
-    return _outputs(check_operands(*operands))
+    return empty_outputs(check_operands(*operands))
 
 
-def _backward(*_: object) -> None:
-    raise InferenceOnlyError
+class _InferenceOnly(torch.autograd.Function):
+    """The op where a gradient may be asked for: it runs, and its backward is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Any, *operands: Any) -> Any:  # noqa: ARG004
+        """Call ``op`` below autograd."""
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*operands)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: ARG004
+        """Say that there is no gradient.
+
+        Raises:
+            InferenceOnlyError: always.
+        """
+        raise InferenceOnlyError
+
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
+
+def _is_plain(operands: tuple[Any, ...]) -> bool:
+    """Whether these are CUDA tensors of no subclass, and nothing is tracing or faking."""
+    if not operands[0].is_cuda or torch._C._len_torch_dispatch_stack():
+        return False
+    return all(type(x) in _PLAIN for x in operands[:EPS])
+
+
+def _above_autograd(op: Any) -> Callable[..., Any]:
+    """What :func:`torch.library.register_autograd` would do, 40 us a call sooner."""
+
+    def kernel(*operands: Any) -> Any:
+        tensors = (x for x in operands if isinstance(x, Tensor))
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            return _InferenceOnly.apply(op, *operands)
+        with torch._C._AutoDispatchBelowAutograd():
+            return (cuda_kernel if _is_plain(operands) else op)(*operands)
+
+    return kernel
 
 
 for _overload in _OVERLOADS:
     _name = f"finalize_allreduce_rms_norm{_overload}"
     _library.impl(_name, _reference_kernel, "CPU")
-    _library.impl(_name, _cuda_kernel, "CUDA")
+    _library.impl(_name, cuda_kernel, "CUDA")
     torch.library.register_fake(f"moe_fusion::{_name}", fake_outputs, lib=_library)
-    torch.library.register_autograd(f"moe_fusion::{_name}", _backward, lib=_library)
+    _op = getattr(torch.ops.moe_fusion.finalize_allreduce_rms_norm, _overload[1:] or "default")
+    _library.impl(_name, _above_autograd(_op), "Autograd")

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+from torch._C._distributed_c10d import _resolve_process_group
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Topology:
         device_type: where the group's tensors live, ``"cpu"`` or ``"cuda"``.
         device_name: the device's own name; empty for the CPU.
         capability: CUDA compute capability; ``None`` for the CPU and for what is not CUDA.
+        multiprocessors: of the device; 0 for the CPU.
+        shared_device: ranks may share one device, as torch's symmetric memory was told.
         symmetric_memory: the backend of torch's symmetric memory, or ``None`` where it has none.
         peers_reachable: this device can address ``world_size - 1`` others. Taken as true where
             fewer devices are visible, as in one container a device: the rendezvous will tell.
@@ -35,9 +38,16 @@ class Topology:
     device_type: str
     device_name: str = ""
     capability: tuple[int, int] | None = None
+    multiprocessors: int = 0
+    shared_device: bool = False
     symmetric_memory: str | None = None
     peers_reachable: bool = True
     one_host: bool = True
+
+    @property
+    def own_multiprocessors(self) -> int:
+        """Multiprocessors of a rank's device, or of its share where all ranks may be on one."""
+        return self.multiprocessors // (self.world_size if self.shared_device else 1)
 
 
 def resolve_group(group: str | dist.ProcessGroup) -> dist.ProcessGroup:
@@ -87,6 +97,14 @@ def reducing_group(group: str | dist.ProcessGroup | None) -> dist.ProcessGroup |
     return None if found.size() == 1 else found
 
 
+def known_group(name: str) -> dist.ProcessGroup | None:
+    """The process group of that name in this process, if there is one; faster than the others."""
+    try:
+        return _resolve_process_group(name)  # type: ignore[arg-type]
+    except RuntimeError:
+        return None
+
+
 def known_groups() -> dict[str, dist.ProcessGroup]:
     """The process groups of which this process is a member, by name."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -122,6 +140,8 @@ def probe_cuda(world_size: int, *, one_host: bool = True) -> Topology:
         device_type="cuda",
         device_name=torch.cuda.get_device_name(device),
         capability=torch.cuda.get_device_capability(device) if is_cuda else None,
+        multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count,
+        shared_device=os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1",
         symmetric_memory=_symmetric_memory_backend(device),
         peers_reachable=_peers_reachable(world_size, device),
         one_host=one_host,

@@ -22,7 +22,13 @@ from torch import Tensor
 from moe_fusion import limits
 from moe_fusion.admission import Refusal, admit, capacity_bytes, over_ceiling, token_ceiling
 from moe_fusion.agreement import Ballot, vote
-from moe_fusion.buffers import STATE_WORDS, Workspace, slots_bytes
+from moe_fusion.buffers import (
+    STATE_WORDS,
+    Workspace,
+    peer_addresses,
+    slots_bytes,
+    square_sum_words,
+)
 from moe_fusion.config import FusionConfig, active_config
 from moe_fusion.contract import TailArguments
 from moe_fusion.errors import NotPreparedError
@@ -47,13 +53,13 @@ class Backend:
     launch: Callable[[TailArguments, Workspace], tuple[Tensor, Tensor]]
 
 
-def _launch_one_shot(args: TailArguments, workspace: Workspace) -> tuple[Tensor, Tensor]:
-    from moe_fusion.kernels.one_shot import one_shot
+def _launch_fused(args: TailArguments, workspace: Workspace) -> tuple[Tensor, Tensor]:
+    from moe_fusion.kernels.fused_launch import fused
 
-    return one_shot(args, workspace)
+    return fused(args, workspace)
 
 
-CUDA = Backend("cuda", SymmetricMemory, _launch_one_shot)
+CUDA = Backend("cuda", SymmetricMemory, _launch_fused)
 
 
 @dataclass(frozen=True)
@@ -130,8 +136,8 @@ def _exchange_places() -> dict[str, str]:
 
 def _allocate(allocator: Allocator, world_size: int, capacity_bytes: int) -> tuple[Tensor, Tensor]:
     """The shared buffer, every slot cleared, and the host's word."""
-    own_bytes = 8 * (STATE_WORDS + world_size)
-    local = allocator.allocate(slots_bytes(world_size, capacity_bytes) + own_bytes)
+    own_words = STATE_WORDS + square_sum_words(capacity_bytes)
+    local = allocator.allocate(slots_bytes(world_size, capacity_bytes) + 8 * own_words)
     local.fill_(0xFF)
     if local.is_cuda:
         torch.cuda.synchronize(local.device)
@@ -142,16 +148,18 @@ def _assemble(
     buffer: SharedBuffer, host_word: Tensor, group: dist.ProcessGroup, plan: _Plan
 ) -> Workspace:
     own = buffer.local[slots_bytes(group.size(), plan.capacity_bytes) :].view(torch.int64)
-    own[:STATE_WORDS] = 0
-    own[STATE_WORDS:] = torch.tensor(buffer.addresses)
+    state, square_sums = own[:STATE_WORDS], own[STATE_WORDS:]
+    state.zero_()
     return Workspace(
         rank=group.rank(),
         world_size=group.size(),
         dtype=plan.dtype,
         capacity_bytes=plan.capacity_bytes,
-        peers=own[STATE_WORDS:],
-        state=own[:STATE_WORDS],
+        peers=peer_addresses(group.rank(), buffer.addresses),
+        state=state,
+        square_sums=square_sums,
         error_word=host_word,
+        multiprocessors=plan.topology.own_multiprocessors,
         peer_timeout_s=plan.config.peer_timeout_s,
         global_ranks=tuple(dist.get_process_group_ranks(group)),
         memory=buffer.memory,
@@ -168,7 +176,7 @@ def self_test(workspace: Workspace, hidden_dim: int, backend: Backend) -> None:
     expected = workspace.world_size * (workspace.world_size + 1) // 2
     for call in range(limits.SLOTS_OF_A_WORKSPACE):
         value = (workspace.rank + 1) * (call + 1)
-        row = workspace.peers.new_full((1, hidden_dim), value, dtype=workspace.dtype)
+        row = workspace.state.new_full((1, hidden_dim), value, dtype=workspace.dtype)
         _, total = backend.launch(TailArguments(row), quick)
         low, high = total.float().aminmax()
         if not low == high == expected * (call + 1):
@@ -296,9 +304,15 @@ def workspace_for(
         assert entry.refusal is not None
         return entry.refusal
     workspace.check()
-    if _capturing() and not any(workspace is captured for _, captured in _captured):
-        _captured.append((entry.group, workspace))
+    if _capturing():
+        note_capture(entry.group, workspace)
     return workspace
+
+
+def note_capture(group: weakref.ReferenceType[dist.ProcessGroup], workspace: Workspace) -> None:
+    """Keep the workspace, which a CUDA graph is capturing, for as long as it may be replayed."""
+    if not any(workspace is captured for _, captured in _captured):
+        _captured.append((group, workspace))
 
 
 def prepare(

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
-from moe_fusion.op import OP, OP_EPS_TENSOR, check_operands, fake_outputs
+from moe_fusion.op import OP, OP_EPS_TENSOR, fake_outputs
+from moe_fusion.operands import check_operands
 from moe_fusion.passes.addends import Addend
 from moe_fusion.passes.emit import Emitter
 from moe_fusion.passes.emit_routing import emit_routing

@@ -13,11 +13,9 @@ import torch
 from tail_cases import Case
 
 from moe_fusion import reference
-from moe_fusion.buffers import STATE_WORDS, Workspace, slots_bytes
+from moe_fusion.buffers import STATE_WORDS, Workspace, peer_addresses, slots_bytes, square_sum_words
 from moe_fusion.contract import TailArguments
 from moe_fusion.errors import PeerTimeoutError
-
-MIN_BLOCKS = 3
 
 _workspaces: dict[str, Workspace] = {}
 _plain_new_empty = torch.Tensor.new_empty
@@ -41,8 +39,10 @@ def open_workspace(rank, world_size, folder, options) -> None:
         world_size=world_size,
         dtype=options["dtype"],
         capacity_bytes=options["capacity"],
-        peers=torch.tensor([m.data_ptr() for m in maps]),
+        peers=peer_addresses(rank, [m.data_ptr() for m in maps]),
         state=torch.zeros(STATE_WORDS, dtype=torch.int64),
+        square_sums=torch.full((square_sum_words(options["capacity"]),), -1),
+        multiprocessors=1,
         error_word=torch.zeros(1, dtype=torch.int32),
         peer_timeout_s=options["timeout_s"],
         global_ranks=tuple(range(world_size)),
@@ -50,13 +50,25 @@ def open_workspace(rank, world_size, folder, options) -> None:
     )
 
 
-def launch(args: TailArguments, workspace: Workspace):
-    """One call; few blocks only clear, as the interpreter takes blocks in turn."""
-    from moe_fusion.kernels.launch import launch_parameters
-    from moe_fusion.kernels.one_shot import one_shot
+def launch(args: TailArguments, workspace: Workspace, *, two_shot: bool | None = None):
+    """One call; ``two_shot`` instead of the launch table's choice."""
+    from cooperative_blocks import install
 
-    parameters = launch_parameters(args.hidden_dim, args.routed.dtype)
-    return one_shot(args, workspace, replace(parameters, min_blocks=MIN_BLOCKS))
+    from moe_fusion.kernels.fused_launch import fused
+    from moe_fusion.kernels.launch import launch_parameters
+
+    install()
+    chosen = launch_parameters(
+        args.num_tokens,
+        args.hidden_dim,
+        args.routed.dtype,
+        workspace.world_size,
+        top_k=args.top_k,
+        multiprocessors=workspace.multiprocessors,
+    )
+    if two_shot is not None:
+        chosen = replace(chosen, two_shot=two_shot)
+    return fused(args, workspace, chosen)
 
 
 def run_cases(rank, world_size, folder, cases, delays=None):
@@ -213,11 +225,20 @@ def run_overwriting(rank, world_size, folder, rounds):
     return outputs
 
 
-def run_without_peer(rank, world_size, folder, case):
+def run_both_ways(rank, world_size, folder, cases):
+    """The outputs of each case, one-shot and two-shot."""
+    inputs = [case.rank(rank) for case in cases]
+    return [
+        [launch(args, _workspaces[folder], two_shot=two_shot) for args in inputs]
+        for two_shot in (False, True)
+    ]
+
+
+def run_without_peer(rank, world_size, folder, case, two_shot):
     """Three calls that a peer does not join: outputs, ranks missing, message, seconds."""
     workspace = _workspaces[folder]
     begun = time.monotonic()
-    outputs = [launch(case.rank(rank), workspace) for _ in range(3)]
+    outputs = [launch(case.rank(rank), workspace, two_shot=two_shot) for _ in range(3)]
     seconds = time.monotonic() - begun
     try:
         workspace.check()

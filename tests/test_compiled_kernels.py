@@ -14,8 +14,14 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from moe_fusion.kernels.composite import add_rms_norm_kernel, finalize_kernel  # noqa: E402
-from moe_fusion.kernels.launch import launch_parameters  # noqa: E402
-from moe_fusion.kernels.one_shot import one_shot_kernel  # noqa: E402
+from moe_fusion.kernels.fused import fused_kernel  # noqa: E402
+from moe_fusion.kernels.launch import (  # noqa: E402
+    RESIDENCY,
+    SEGMENT_THREADS,
+    SEGMENT_WARPS,
+    launch_parameters,
+    row_parameters,
+)
 
 SM_90 = GPUTarget("cuda", 90, 32)
 TARGETS = {
@@ -36,8 +42,8 @@ OPTIONAL = (
 )
 FLOATS = ("eps", "weight_bias", "routed_scale", "output_scale")
 POINTERS = {
-    "peers": "*i64",
     "state": "*i64",
+    "square_sums": "*i64",
     "error_word": "*i32",
     "permutation": "*i32",
     "expert_weights": "*fp32",
@@ -45,20 +51,36 @@ POINTERS = {
 }
 
 
+REGISTERS = 65536  # of a multiprocessor
+REGISTER_GRANULARITY = 8  # a thread's are allocated by so many
+
+
+def constants_of(kernel, target, hidden_dim, dtype, top_k, world_size, once, two_shot):
+    """What a kernel is compiled for, and its options."""
+    options = {"num_warps": SEGMENT_WARPS, "enable_fp_fusion": False}
+    if kernel is not fused_kernel:
+        chosen = row_parameters(hidden_dim, dtype)
+        options["num_warps"] = chosen.num_warps
+        return {"UNROLL": min(chosen.unroll, top_k), "N": chosen.block_elements}, options
+    chosen = launch_parameters(1, hidden_dim, dtype, world_size, top_k=top_k, multiprocessors=132)
+    pdl = target.backend == "cuda" and target.arch >= 90
+    if target.backend == "cuda":
+        options |= {"maxnreg": RESIDENCY[world_size, once].registers, "launch_pdl": pdl}
+    variant = {"W": world_size, "ONCE": once, "TWO_SHOT": two_shot, "PDL": pdl}
+    return {"UNROLL": chosen.unroll, **variant}, options
+
+
 def compile_for(
-    target, kernel=one_shot_kernel, hidden_dim=7168, dtype=torch.bfloat16, top_k=8, **options
-):
-    """Compile with the launch parameters of (H, dtype), all optional arguments given by default."""
-    world_size, absent = options.get("world_size", 8), options.get("absent", ())
-    chosen = launch_parameters(hidden_dim, dtype)
-    constants = {
+    target, kernel=fused_kernel, hidden_dim=7168, dtype=torch.bfloat16, top_k=8, world_size=8,
+    *, once=True, two_shot=False, absent=(),
+):  # fmt: skip
+    """Compile as it is launched, all optional arguments given by default."""
+    constants, settings = constants_of(
+        kernel, target, hidden_dim, dtype, top_k, world_size, once, two_shot
+    )
+    constants |= {
         "TOP_K": top_k,
-        "UNROLL": min(chosen.unroll, top_k),
         "H": hidden_dim,
-        "N": chosen.block_elements,
-        "CLEAR_UNITS": chosen.clear_units,
-        "PREFETCH": chosen.prefetch,
-        "W": world_size,
         "BACKEND": "ptx" if target.backend == "cuda" else "amd",
     } | dict.fromkeys(absent)
     signature, values, attributes = {}, {}, {}
@@ -67,7 +89,7 @@ def compile_for(
             signature[name], values[i,] = "constexpr", constants[name]
         elif name in FLOATS:
             signature[name] = "fp32"
-        elif name == "timeout_ns":
+        elif name == "timeout_ns" or name.startswith("peer_"):
             signature[name] = "i64"
         elif name in {"rank", "num_tokens"} or name.endswith(("_stride", "_bytes")):
             signature[name] = "i32"
@@ -75,7 +97,6 @@ def compile_for(
             signature[name] = POINTERS.get(name, f"*{NAMES[dtype]}")
             attributes[i,] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, values, attributes)
-    settings = {"num_warps": chosen.num_warps, "enable_fp_fusion": False}
     return triton.compile(source, target=target, options=settings)
 
 
@@ -93,7 +114,7 @@ def resources(compiled, folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize("kernel", [one_shot_kernel, finalize_kernel, add_rms_norm_kernel])
+@pytest.mark.parametrize("kernel", [fused_kernel, finalize_kernel, add_rms_norm_kernel])
 def test_every_kernel_compiles_for_every_target(name, kernel):
     compiled = compile_for(TARGETS[name], kernel)
     assert "hsaco" in compiled.asm if name == "gfx942" else "cubin" in compiled.asm
@@ -105,22 +126,37 @@ def test_optional_operands_may_be_absent(name, absent):
     compile_for(TARGETS[name], absent=absent, hidden_dim=64)
 
 
+VARIANTS = [  # those that the launch table chooses
+    (2, True, False),
+    (2, False, False),
+    (4, True, False),
+    (4, False, True),
+    (8, True, False),
+    (8, True, True),
+    (8, False, True),
+]
+
+
 @pytest.mark.parametrize("dtype", NAMES)
-@pytest.mark.parametrize(
-    ("hidden_dim", "top_k", "world_size"),
-    [(8192, 8, 8), (8192, 32, 8), (7168, 8, 4), (4096, 8, 8), (2880, 4, 2), (16, 1, 2)],
-)
-def test_nothing_spills_on_sm_90_up_to_8192_elements(
-    tmp_path, dtype, hidden_dim, top_k, world_size
+@pytest.mark.parametrize(("world_size", "once", "two_shot"), VARIANTS)
+def test_the_blocks_of_the_residency_table_fit_without_spills(
+    tmp_path, dtype, world_size, once, two_shot
 ):
+    """Of a row of one segment and more; a block that is not resident would be waited for."""
     compiled = compile_for(
-        SM_90, hidden_dim=hidden_dim, dtype=dtype, top_k=top_k, world_size=world_size
+        SM_90,
+        dtype=dtype,
+        world_size=world_size,
+        once=once,
+        two_shot=two_shot,
+        absent=["replicated"],
     )
     used = resources(compiled, tmp_path)
-    assert used["stack_bytes"] == 0, used
-    assert used["local_bytes"] == 0, used
-    threads = launch_parameters(hidden_dim, dtype).num_warps * 32
-    assert used["registers"] * threads <= 65536, used  # one block fits a multiprocessor
+    assert used["stack_bytes"] == used["local_bytes"] == 0, used
+    allocated = -(-used["registers"] // REGISTER_GRANULARITY) * REGISTER_GRANULARITY
+    blocks = RESIDENCY[world_size, once].blocks
+    assert allocated * SEGMENT_THREADS * blocks <= REGISTERS, used
+    assert (used["shared_bytes"] + 1024) * blocks <= 100 << 10, used
 
 
 @pytest.fixture(scope="module")
@@ -130,11 +166,19 @@ def ptx():
 
 def test_rows_are_exchanged_by_16_byte_volatile_accesses(ptx):
     """Volatile is relaxed at system scope: device scope would not reach a peer's device."""
-    chosen = launch_parameters(7168, torch.bfloat16)
-    units = chosen.block_elements * 2 // 16 // (chosen.num_warps * 32)
-    assert ptx.count("ld.volatile.global.v4.b32") == 8 * units
-    assert ptx.count("st.volatile.global.v4.b32") >= 8 * units
+    assert ptx.count("ld.volatile.global.v4.b32") == 8
+    assert ptx.count("st.volatile.global.v4.b32") == 7 + 8  # to the others; and a clear of each
     assert "%globaltimer" in ptx
+
+
+def test_a_dependent_launch_waits_before_it_reads_and_lets_go_after_it_was_waited_for(ptx):
+    wait, last_poll = ptx.index("griddepcontrol.wait"), ptx.rindex("ld.volatile.global.v4")
+    assert wait < ptx.index("ld.global")
+    assert last_poll < ptx.index("griddepcontrol.launch_dependents")
+
+
+def test_nothing_is_launched_dependently_before_sm_90():
+    assert "griddepcontrol" not in compile_for(TARGETS["sm_80"]).asm["ptx"]
 
 
 def test_the_hosts_error_word_is_written_at_system_scope(ptx):
@@ -145,7 +189,7 @@ def test_words_are_compared_as_bits_not_as_numbers(ptx):
     """As floats a NaN sentinel would equal nothing, and -0.0 would equal 0.0."""
     waits = ptx.split("poll:")[1:]
     assert waits
-    for wait in waits:
+    for wait in (w for w in waits if "@yes bra sum;" in w):
         condition = wait.split("@yes bra sum;")[0]
         assert "setp.ne.u32" in condition
         assert "f32" not in condition

@@ -171,16 +171,16 @@ def test_special_values_cross_the_exchange_in_every_slot(pools, tmp_path, dtype)
             assert same_bits([residual_out[~nan]], [expected[~nan]])
 
 
-def test_a_row_is_bit_equal_in_batches_of_1_7_and_128(pools, tmp_path):
+def test_a_row_is_bit_equal_in_batches_of_1_7_and_33(pools, tmp_path):
     pool = pools[2]
     workspace = make_workspace(pool, tmp_path)
     rows = {}
-    for batch in (1, 7, 128):
+    for batch in (1, 7, 33):
         outputs = pool.run(ranks.run_batch_around_one_token, workspace, batch)
         assert_ranks_agree([[output] for output in outputs])
         rows[batch] = outputs[0]
     assert same_bits(rows[1], rows[7])
-    assert same_bits(rows[1], rows[128])
+    assert same_bits(rows[1], rows[33])
 
 
 def test_fresh_processes_give_the_same_bits(tmp_path):
@@ -201,7 +201,7 @@ def test_fresh_processes_give_the_same_bits(tmp_path):
 
 def test_a_rank_that_overwrites_its_inputs_at_once_disturbs_no_peer(pool, workspace):
     """Write after read: a slow peer still gets what was sent, not what the input became."""
-    rounds = 40
+    rounds = 20
     outputs = pool.run(ranks.run_overwriting, workspace, rounds)
     assert_ranks_agree(outputs)
     for seed in range(rounds):
@@ -210,12 +210,12 @@ def test_a_rank_that_overwrites_its_inputs_at_once_disturbs_no_peer(pool, worksp
 
 
 def test_calls_of_any_size_share_one_workspace(pools, tmp_path):
-    """200 calls of random T and H, a random rank late at times; the GPU's test makes 1,000."""
+    """80 calls of random T and H, a random rank late at times; the GPU's test makes 1,000."""
     pool = pools[2]
     workspace = make_workspace(pool, tmp_path)
     generator = random.Random(0)
     kinds = [Case(t, h, top_k=2, seed=t) for t in (1, 2, 3) for h in (16, 48, 160)]
-    cases = [generator.choice(kinds) for _ in range(200)]
+    cases = [generator.choice(kinds) for _ in range(80)]
     delays = [(generator.randrange(2), 0.002) if generator.random() < 0.05 else None for _ in cases]
     outputs = pool.run(ranks.run_cases, workspace, cases, delays)
     assert_ranks_agree(outputs)
@@ -224,26 +224,41 @@ def test_calls_of_any_size_share_one_workspace(pools, tmp_path):
         assert relative_error(norm_out, exact[case]) <= tolerance(torch.bfloat16, norm_out.numel())
 
 
-def test_the_slots_that_are_not_in_use_are_clear_again(pools, tmp_path):
+def test_every_slot_is_clear_after_a_call(pools, tmp_path):
     pool = pools[2]
     workspace = make_workspace(pool, tmp_path)
     case = Case(6, 64, seed=40)
     pool.run(ranks.run_cases, workspace, [case, replace(case, num_tokens=2), case, case])
     for rank in range(2):
         data = torch.frombuffer(bytearray((tmp_path / str(rank)).read_bytes()), dtype=torch.uint8)
-        slots = data.view(3, -1)
-        assert (slots[1] == 0xFF).all()
-        assert (slots[2] == 0xFF).all()
-        assert not (slots[0] == 0xFF).all()  # the fourth call's, to be cleared by a fifth
+        assert (data == 0xFF).all()
 
 
-def test_a_peer_that_does_not_come_is_named_and_the_outputs_are_nan(pools, tmp_path):
+BOTH_WAYS = [
+    Case(2, 1032, top_k=2, seed=70),  # a segment and one unit
+    Case(11, 64, top_k=3, seed=71),  # more rows than blocks
+    Case(5, 2880, top_k=2, replicated=True, row_padding=192, seed=72),
+    Case(3, 24, routing="finalized", seed=73),  # units of the first owners only
+]
+
+
+def test_two_shot_and_one_shot_give_the_same_bits(pool, workspace):
+    outputs = pool.run(ranks.run_both_ways, workspace, BOTH_WAYS)
+    for one_shot, two_shot in outputs:
+        assert_ranks_agree([one_shot, two_shot])
+        assert_ranks_agree([outputs[0][0], one_shot])
+    for case, got in zip(BOTH_WAYS, outputs[0][1], strict=True):
+        assert_close(case, got, pool.world_size)
+
+
+@pytest.mark.parametrize("two_shot", [False, True])
+def test_a_peer_that_does_not_come_is_named_and_the_outputs_are_nan(pools, tmp_path, two_shot):
     """Later calls do not wait again, and push nothing that a peer could take for a result."""
     pool = pools[4]
     workspace = make_workspace(pool, tmp_path, timeout_s=1.0)
     case = Case(3, 64, seed=50)
     here = [0, 1, 3]
-    outcomes = pool.run(ranks.run_without_peer, workspace, case, ranks=here)
+    outcomes = pool.run(ranks.run_without_peer, workspace, case, two_shot, ranks=here)
     for rank, (outputs, missing, message, seconds) in zip(here, outcomes, strict=True):
         assert missing == (2,)
         assert f"rank {rank}: expected the rows of every rank within 1 s" in message

@@ -162,6 +162,20 @@ def test_above_the_ceiling_and_without_tokens_the_op_still_answers(pool):
             assert relative_error(value, exact) <= 2 * TOLERANCE[torch.bfloat16]
 
 
+def test_a_call_allocates_its_two_outputs_and_does_not_synchronize(pool):
+    assert is_fused(pool)
+    for made, outputs in pool.run(ranks.count_allocations, MODEL):
+        assert made == outputs == 2
+
+
+def test_a_launch_costs_the_host_at_most_one_and_a_half_empty_ones(pool):
+    assert is_fused(pool)
+    for times in pool.run(ranks.time_launches, MODEL, timeout_s=110.0):
+        print({name: round(value, 1) for name, value in times.items()})
+        assert times["op"] <= 1.5 * times["empty"]
+        assert times["compiled op"] <= 1.5 * times["compiled empty"]
+
+
 def test_a_killed_rank_is_named_and_nobody_spins_for_ever(tmp_path):
     pool = RankPool(4, **SHARED)
     try:

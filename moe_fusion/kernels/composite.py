@@ -12,14 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_fusion.contract import TailArguments
-from moe_fusion.kernels.launch import backend, launch_parameters, row_operands
+from moe_fusion.kernels.launch import backend, row_operands, row_parameters
 from moe_fusion.kernels.rows import (
     load_optional,
     narrow,
     partial_row,
     product_of_scales,
     residual_sum,
-    rms_norm_row,
+    scaled_norm,
     widen,
 )
 
@@ -86,16 +86,18 @@ def add_rms_norm_kernel(
         residual is not None, BACKEND,
     )  # fmt: skip
     rounded = narrow(value, residual_dtype, BACKEND)
-    norm, _ = rms_norm_row(
-        widen(rounded, BACKEND), weight_row, eps, weight_bias, norm_weight is not None, H, BACKEND
-    )
+    value = widen(rounded, BACKEND)
+    norm = scaled_norm(
+        value, tl.sum(value * value, 0), weight_row, eps, weight_bias, norm_weight is not None, H,
+        BACKEND,
+    )  # fmt: skip
     tl.store(residual_out + out, rounded, mask=mask)
     tl.store(norm_out + out, narrow(norm, norm_out.dtype.element_ty, BACKEND), mask=mask)
 
 
 def finalize(args: TailArguments) -> Tensor:
     """This rank's partial: [T, H] in the activation dtype, T at least 1."""
-    chosen = launch_parameters(args.hidden_dim, args.routed.dtype)
+    chosen = row_parameters(args.hidden_dim, args.routed.dtype)
     routed, weights, permutation, shared, *_ = row_operands(args)
     assert routed is not None
     partial = args.routed.new_empty((args.num_tokens, args.hidden_dim))
@@ -121,7 +123,7 @@ def finalize(args: TailArguments) -> Tensor:
 
 def add_rms_norm(reduced: Tensor, args: TailArguments) -> tuple[Tensor, Tensor]:
     """``norm_out`` and ``residual_out`` from the all_reduce's output, [T, H] each."""
-    chosen = launch_parameters(args.hidden_dim, args.routed.dtype)
+    chosen = row_parameters(args.hidden_dim, args.routed.dtype)
     replicated, residual, norm_weight = row_operands(args)[4:]
     norm_out = torch.empty_like(reduced)
     residual_out = torch.empty_like(reduced, dtype=args.residual_dtype)

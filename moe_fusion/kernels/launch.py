@@ -1,7 +1,7 @@
-"""Launch parameters, which depend on nothing that differs between ranks or batches.
+"""Launch parameters: a function of T, H, the dtype, W and how many blocks fit, nothing else.
 
-A row's sum of squares is added in an order that the block size and the number of warps decide, so
-these two may depend on H and the dtype, never on T: a token's result is the same in every batch.
+A row's sum of squares is added in an order that the segments decide, which depend on H and the
+dtype alone: a token's result is the same in every batch and for every choice made here.
 """
 
 from __future__ import annotations
@@ -18,55 +18,131 @@ from moe_fusion.limits import HIDDEN_DIM_MULTIPLE_ELEMENTS
 WARP_THREADS = 32
 UNIT_BYTES = 16
 
-WARPS_MAX = 16
-# Source: 16 warps a row beat 8 and 4 at H = 7168 on one H200.
+SEGMENT_WARPS = 4
+SEGMENT_THREADS = SEGMENT_WARPS * WARP_THREADS
+SEGMENT_BYTES = SEGMENT_THREADS * UNIT_BYTES
+# Source: one unit a thread; H = 7168, 5120, 4096 and 2048 in 16 bits are whole segments.
 
+UNROLL_MAX = 8
+# Source: experts in flight for which the residencies below hold.
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Blocks that one multiprocessor holds, and the registers of a thread that allow it.
+
+    Blocks that share a row wait for each other, so all blocks of a launch must be resident.
+    """
+
+    blocks: int
+    registers: int
+
+
+RESIDENCY = {
+    (2, True): Residency(8, 64),
+    (2, False): Residency(5, 96),
+    (4, True): Residency(8, 64),
+    (4, False): Residency(5, 96),
+    (8, True): Residency(5, 96),
+    (8, False): Residency(5, 96),
+}
+# Source: by W and whether each block has one row; 64 Ki registers a multiprocessor, 128 threads a
+# block, and what the compiler needs without spills (tests/test_compiled_kernels.py).
+
+TWO_SHOT_FROM_TOKENS = {2: 1 << 30, 4: 32, 8: 8}
+# Source: crossovers on one H200 (benchmarks/sweep_launch.py), by W; two ranks send as much either
+# way.
+
+WARPS_MAX = 16
 ROW_BYTES_OF_16_WARPS = 32 << 10
 # Source: a wider row (H = 16384 in fp32) needs 32 warps to keep its elements in registers.
 
-CLEAR_BLOCKS_MIN = 32
-# Source: a one-token call after one of 128 tokens clears 14 MiB at H = 7168, W = 8.
-
-UNROLL_LADDER = ((16, 8, True), (32, 4, True), (1 << 30, 2, False))
-# Source: (bytes of a row a thread, experts in flight, addends loaded before the wait) that compile
-# for sm_90 without spills up to H = 8192, triton 3.6 and 3.9; tests/test_compiled_kernels.py.
+UNROLL_LADDER = ((16, 8), (32, 4), (1 << 30, 2))
+# Source: (bytes of a row a thread, experts in flight) that compile for sm_90 without spills up to
+# H = 8192, triton 3.6 and 3.9; tests/test_compiled_kernels.py.
 
 
 @dataclass(frozen=True)
 class LaunchParameters:
-    """How one kernel is launched.
+    """How the fused kernel is launched.
+
+    Attributes:
+        blocks: of the launch, one for each segment of each row that is worked on at once.
+        once: every block has one row.
+        two_shot: a unit is summed by one rank, its owner, not by all.
+        unroll: experts whose rows are loaded at once.
+        registers: of a thread, at most.
+    """
+
+    blocks: int
+    once: bool
+    two_shot: bool
+    unroll: int
+    registers: int
+
+
+def segments(hidden_dim: int, dtype: torch.dtype) -> int:
+    """Segments of a row of ``hidden_dim`` elements."""
+    return -(-hidden_dim * dtype.itemsize // SEGMENT_BYTES)
+
+
+def launch_parameters(
+    num_tokens: int,
+    hidden_dim: int,
+    dtype: torch.dtype,
+    world_size: int,
+    *,
+    top_k: int | None,
+    multiprocessors: int,
+) -> LaunchParameters:
+    """The parameters for ``num_tokens`` rows.
+
+    Args:
+        num_tokens: T, at least 1.
+        hidden_dim: H.
+        dtype: the activation dtype.
+        world_size: W.
+        top_k: K; None where there is no finalize.
+        multiprocessors: of a rank's device, or of its share of one: the same on every rank.
+    """
+    shares = segments(hidden_dim, dtype)
+    once = num_tokens * shares <= multiprocessors * RESIDENCY[world_size, True].blocks
+    resident = RESIDENCY[world_size, once]
+    rows = min(num_tokens, max(multiprocessors * resident.blocks // shares, 1))
+    rounds = -(-(top_k or 1) // UNROLL_MAX)
+    return LaunchParameters(
+        blocks=rows * shares,
+        once=once,
+        two_shot=num_tokens >= TWO_SHOT_FROM_TOKENS[world_size],
+        unroll=-(-(top_k or 1) // rounds),
+        registers=resident.registers,
+    )
+
+
+@dataclass(frozen=True)
+class RowParameters:
+    """How a kernel of the composite path, one block a row, is launched.
 
     Attributes:
         block_elements: N, the power of two that holds a row.
         num_warps: warps of a block.
         unroll: experts whose rows are loaded at once.
-        prefetch: load what is added after the reduction before waiting for the peers.
-        min_blocks: blocks to launch at least, so that clearing after a large call is spread.
     """
 
     block_elements: int
     num_warps: int
     unroll: int
-    prefetch: bool
-    min_blocks: int
-
-    @property
-    def clear_units(self) -> int:
-        """16-byte units that a block clears at a time: one a thread."""
-        return self.num_warps * WARP_THREADS
 
 
-def launch_parameters(hidden_dim: int, dtype: torch.dtype) -> LaunchParameters:
+def row_parameters(hidden_dim: int, dtype: torch.dtype) -> RowParameters:
     """The parameters for rows of ``hidden_dim`` elements."""
-    # A unit for each thread of a warp, so that no two threads push the same one.
-    narrowest = WARP_THREADS * UNIT_BYTES // dtype.itemsize
-    block_elements = max(triton.next_power_of_2(hidden_dim), narrowest)
+    block_elements = triton.next_power_of_2(hidden_dim)
     row_bytes = block_elements * dtype.itemsize
     limit = WARPS_MAX if row_bytes <= ROW_BYTES_OF_16_WARPS else 2 * WARPS_MAX
     num_warps = min(max(row_bytes // UNIT_BYTES // WARP_THREADS, 1), limit)
     thread_bytes = row_bytes // (num_warps * WARP_THREADS)
-    _, unroll, prefetch = next(step for step in UNROLL_LADDER if thread_bytes <= step[0])
-    return LaunchParameters(block_elements, num_warps, unroll, prefetch, CLEAR_BLOCKS_MIN)
+    unroll = next(unroll for most, unroll in UNROLL_LADDER if thread_bytes <= most)
+    return RowParameters(block_elements, num_warps, unroll)
 
 
 def backend(kernel: object) -> str:
@@ -76,21 +152,22 @@ def backend(kernel: object) -> str:
     return "amd" if torch.version.hip else "ptx"
 
 
+def dense(tensor: Tensor | None) -> Tensor | None:
+    """The same rows, each contiguous: copied only if they are not."""
+    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def row_operands(args: TailArguments) -> tuple[Tensor | None, ...]:
     """The tensors that a kernel reads, in its order, each with a contiguous last dim."""
-
-    def rows(tensor: Tensor | None) -> Tensor | None:
-        return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
-
     weights, permutation = args.expert_weights, args.expanded_idx_to_permuted_idx
     return (
-        rows(args.routed),
+        dense(args.routed),
         None if weights is None else weights.contiguous(),
         None if permutation is None else permutation.contiguous(),
-        rows(args.shared_output),
-        rows(args.replicated_output),
-        rows(args.residual),
-        rows(args.norm_weight),
+        dense(args.shared_output),
+        dense(args.replicated_output),
+        dense(args.residual),
+        dense(args.norm_weight),
     )
 
 

@@ -59,7 +59,7 @@ def partial_row(
         total = widen(tl.load(routed + row * routed_stride + column, mask=mask, other=0.0), BACKEND)
     else:
         total = tl.zeros([N], tl.float32)
-        first = row - row  # in the interpreter k would be a plain number, which masks nothing
+        first = tl.full([], 0, tl.int32)  # in the interpreter a plain number would mask nothing
         for start in range(0, TOP_K, UNROLL):
             for step in tl.static_range(UNROLL):
                 k = first + (start + step)
@@ -71,7 +71,7 @@ def partial_row(
                 weight = tl.load(expert_weights + row * TOP_K + k, mask=present, other=0.0)
                 pointer = routed + source * routed_stride + column
                 read = column < tl.where(present, H, 0)
-                value = tl.load(pointer, mask=read, other=0.0)
+                value = tl.load(pointer, mask=read, other=0.0, eviction_policy="evict_first")
                 total += widen(value, BACKEND) * widen(weight, BACKEND)
     total *= routed_scale
     if shared is not None:
@@ -124,8 +124,9 @@ def residual_sum(
 
 
 @triton.jit
-def rms_norm_row(
+def scaled_norm(
     value,
+    square_sum,
     norm_weight,
     eps,
     weight_bias,
@@ -133,9 +134,8 @@ def rms_norm_row(
     H: tl.constexpr,
     BACKEND: tl.constexpr,
 ):
-    """RMSNorm and sum of squares of an [N] fp32 row that is 0 outside its first H elements."""
-    square_sum = tl.sum(value * value, 0)
+    """RMSNorm of a part of a row, [N] fp32, from the row's sum of squares."""
     norm = value * tl.rsqrt(square_sum / H + eps)
     if HAS_WEIGHT:
         norm *= weight_bias + widen(norm_weight, BACKEND)
-    return norm, square_sum
+    return norm

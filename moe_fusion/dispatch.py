@@ -1,0 +1,132 @@
+"""The op on CUDA: one kernel where the group has a workspace that holds the call, else composite.
+
+What depends on shapes, dtypes and the like only is checked and worked out at the first call of a
+kind: at decode sizes the kernel takes a few microseconds, and the host must keep up.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe_fusion import reference
+from moe_fusion.admission import Refusal
+from moe_fusion.buffers import Workspace
+from moe_fusion.config import FusionConfig, active_config
+from moe_fusion.contract import TailArguments
+from moe_fusion.operands import EPS, GROUP, group_to_reduce, read_eps
+from moe_fusion.topology import known_group
+from moe_fusion.workspace import note_capture, workspace_for
+
+if TYPE_CHECKING:
+    from moe_fusion.kernels.fused_launch import Launch
+
+_ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A call of one kind, good while its group, its workspace and its configuration last."""
+
+    group: weakref.ReferenceType[dist.ProcessGroup]
+    config: FusionConfig
+    workspace: Workspace
+    launch: Launch
+
+
+_planned: dict[tuple[Any, ...], _Planned] = {}
+
+
+def _facts(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    """What a tensor is, but for its numbers and where they are."""
+    if tensor is None:
+        return None
+    strides = tensor.is_contiguous() or tensor.stride()
+    alignment = tensor.data_ptr() % _ALIGNMENT_BYTES
+    return tensor.shape, tensor.dtype, strides, alignment, tensor.get_device()
+
+
+def _kind(tensors: tuple[Tensor | None, ...], weight_bias: float, group_name: str) -> Any:
+    """What checks and launch parameters depend on."""
+    return (group_name, weight_bias == 0.0, *map(_facts, tensors))
+
+
+def _split(operands: tuple[Any, ...]) -> tuple[tuple[Tensor | None, ...], tuple[float, ...]]:
+    """The op's tensors and its numbers; what is a tensor in host memory is read."""
+    scalars = operands[EPS:GROUP]
+    scale = operands[GROUP + 1] if len(operands) > GROUP + 1 else None
+    if type(scalars[0]) is not float or scalars[0] < 0.0:
+        scalars = (read_eps(scalars[0]), *scalars[1:])
+    if scale is not None and scale.device.type == "cpu" and scale.dim() == 0:
+        scaled = TailArguments(operands[0], output_scale=scalars[-1], output_scale_tensor=scale)
+        scalars, scale = (*scalars[:-1], reference.scale(scaled).item()), None
+    return (*operands[:EPS], scale), scalars
+
+
+def cuda_kernel(*operands: Any) -> tuple[Tensor, Tensor]:
+    """The op's kernel for CUDA; operands and results as in :mod:`moe_fusion.op`."""
+    device = operands[0].get_device()
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return cuda_kernel(*operands)
+    tensors, scalars = _split(operands)
+    group_name = operands[GROUP]
+    kind = _kind(tensors, scalars[1], group_name)
+    planned = _planned.get(kind)
+    if (
+        planned is None
+        or planned.config is not active_config()
+        or planned.group() is not known_group(group_name)
+    ):
+        args = TailArguments(operands[0], *tensors[1:-1], *scalars, tensors[-1])  # type: ignore[arg-type, call-arg]
+        answer = _plan(args, group_name, kind)
+        if isinstance(answer, tuple):
+            return answer
+        planned = answer
+    planned.workspace.check()
+    if torch.cuda.is_current_stream_capturing():
+        note_capture(planned.group, planned.workspace)
+    else:
+        planned.workspace.order.take_turn(device)
+    return planned.launch(tensors, scalars)
+
+
+def _plan(
+    args: TailArguments, group_name: str, kind: tuple[Any, ...]
+) -> _Planned | tuple[Tensor, Tensor]:
+    """Plan the calls of this kind, or answer this one where they are not fused."""
+    args.check()
+    group = group_to_reduce(group_name)
+    if args.num_tokens == 0:
+        return empty_outputs(args)
+    from moe_fusion.kernels.composite import composite
+    from moe_fusion.kernels.fused_launch import plan_launch
+
+    if group is None:
+        return composite(args, None)
+    found = workspace_for(
+        args.num_tokens, args.hidden_dim, args.routed.dtype, group, top_k=args.top_k
+    )
+    if isinstance(found, Refusal):
+        return composite(args, group)
+    launch = plan_launch(args, found)
+    planned = _Planned(weakref.ref(group), active_config(), found, launch)
+    _forget_destroyed_groups()
+    _planned[kind] = planned
+    return planned
+
+
+def _forget_destroyed_groups() -> None:
+    for kind in [kind for kind, planned in _planned.items() if planned.group() is None]:
+        del _planned[kind]
+
+
+def empty_outputs(args: TailArguments) -> tuple[Tensor, Tensor]:
+    """Fresh outputs, [T, H] each, not filled."""
+    shape = (args.num_tokens, args.hidden_dim)
+    return args.routed.new_empty(shape), args.routed.new_empty(shape, dtype=args.residual_dtype)

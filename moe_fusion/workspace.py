@@ -243,6 +243,8 @@ def _plan(
     key = (hidden_dim, top_k)
     if key not in entry.plans:
         refusal = admit(hidden_dim, dtype, entry.topology, top_k=top_k)
+        if refusal is not None:
+            _log_composite(entry.group, refusal)
         entry.plans[key] = refusal or _Plan(
             topology=entry.topology,
             config=config,
@@ -254,6 +256,12 @@ def _plan(
     return entry.plans[key]
 
 
+def _log_composite(group: weakref.ReferenceType[dist.ProcessGroup], refusal: Refusal) -> None:
+    alive = group()
+    name = "" if alive is None else alive.group_name
+    _log.warning("group %r uses the composite path: %s", name, refusal.reason)
+
+
 def _ready(entry: _Built, group: dist.ProcessGroup, plan: _Plan, backend: Backend) -> None:
     """Make sure that ``entry`` has a workspace for ``plan``, or says why not."""
     if entry.refusal is not None or _find(entry, plan) is not None:
@@ -263,7 +271,7 @@ def _ready(entry: _Built, group: dist.ProcessGroup, plan: _Plan, backend: Backen
     built = _build(group, plan, backend)
     if isinstance(built, Refusal):
         entry.refusal = built
-        _log.warning("group %r uses the composite path: %s", group.group_name, built.reason)
+        _log_composite(entry.group, built)
     else:
         entry.workspaces.append(built)
         _log.info("group %r uses the fused path", group.group_name)

@@ -23,6 +23,14 @@ from torch import Tensor
 
 from moe_fusion.contract import TailArguments
 
+# Largest error of an output against the fp64 oracle, relative to the oracle's norm. Each stands for
+# one rounding of a partial, one of the sum and one of each output, at half an ulp each.
+TOLERANCE = {torch.bfloat16: 3.5e-3, torch.float16: 4.5e-4, torch.float32: 2e-6}
+
+# Rounding errors of few elements do not average out, and a partial may be larger than the sum.
+FEW_ELEMENTS = 4096
+FEW_ELEMENTS_FACTOR = 2.0
+
 
 def finalize(
     routed: Tensor,
@@ -131,3 +139,13 @@ def tail(
     if not exact:
         reduced = reduced.to(ranks[0].routed.dtype)
     return [finish(reduced, args, compute_dtype) for args in ranks]
+
+
+def tolerance(dtype: torch.dtype, num_elements: int) -> float:
+    """The largest relative error of an output of that many elements."""
+    return TOLERANCE[dtype] * (FEW_ELEMENTS_FACTOR if num_elements < FEW_ELEMENTS else 1.0)
+
+
+def relative_error(got: Tensor, exact: Tensor) -> float:
+    """``||got - exact|| / ||exact||``, wherever ``exact`` is; NaN if any element is."""
+    return float((got.to(exact) - exact).norm() / exact.norm())

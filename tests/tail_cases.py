@@ -11,21 +11,20 @@ import torch
 
 from moe_fusion import reference
 from moe_fusion.contract import TailArguments
+from moe_fusion.reference import TOLERANCE, relative_error, tolerance
+
+__all__ = [
+    "TOLERANCE",
+    "Case",
+    "assert_close",
+    "assert_ranks_agree",
+    "oracle",
+    "relative_error",
+    "same_bits",
+    "tolerance",
+]
 
 ROUTED_SEED_STRIDE = 1000
-
-# Largest error of an output against the fp64 oracle, relative to the oracle's norm. Each stands for
-# one rounding of a partial, one of the sum and one of each output, at half an ulp each.
-TOLERANCE = {torch.bfloat16: 3.5e-3, torch.float16: 4.5e-4, torch.float32: 2e-6}
-
-# Rounding errors of few elements do not average out, and a partial may be larger than the sum.
-FEW_ELEMENTS = 4096
-FEW_ELEMENTS_FACTOR = 2.0
-
-
-def tolerance(dtype: torch.dtype, num_elements: int) -> float:
-    """The largest relative error of an output of that many elements."""
-    return TOLERANCE[dtype] * (FEW_ELEMENTS_FACTOR if num_elements < FEW_ELEMENTS else 1.0)
 
 
 @dataclass(frozen=True)
@@ -109,11 +108,6 @@ def oracle(case: Case, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """``norm_out`` and ``residual_out`` of every rank, in fp64."""
     ranks = [case.rank(rank) for rank in range(world_size)]
     return reference.tail(ranks, torch.float64)[0]
-
-
-def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
-    """``||got - exact|| / ||exact||``; NaN if any element is."""
-    return float((got.double().cpu() - exact).norm() / exact.norm())
 
 
 def assert_close(case: Case, got: tuple[torch.Tensor, torch.Tensor], world_size: int) -> None:

@@ -6,6 +6,8 @@
     +-- InferenceOnlyError   (RuntimeError)  a gradient was asked of an op of ours
     +-- ModelError           (ValueError)    a command was asked for a model that it cannot build
     +-- MissingModelsExtraError (ImportError)  a command needs transformers
+    +-- MissingBenchExtraError (ImportError)  a plot needs matplotlib
+    +-- BenchError           (RuntimeError)  this machine, or a file, does not give the measurement
     +-- RankFailedError      (RuntimeError)  a rank that the CLI started raised or died
     +-- RankTimeoutError     (RuntimeError)  ranks that the CLI started did not finish in time
     +-- RanksDisagreeError   (RuntimeError)  ranks fused differently
@@ -60,6 +62,20 @@ class MissingModelsExtraError(MoEFusionError, ImportError):
             f"expected the package {module!r} to build the model, got an environment without it: "
             'pip install "moe-fusion[models]"'
         )
+
+
+class MissingBenchExtraError(MoEFusionError, ImportError):
+    """A plot was asked for without the ``bench`` extra."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "expected the package 'matplotlib' to draw the plot, got an environment without it: "
+            'pip install "moe-fusion[bench]"'
+        )
+
+
+class BenchError(MoEFusionError, RuntimeError):
+    """A measurement cannot be made, read or drawn; the message says what was expected and got."""
 
 
 class RankFailedError(MoEFusionError, RuntimeError):

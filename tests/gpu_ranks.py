@@ -206,7 +206,7 @@ def miss_a_peer(rank, world_size, case):
 
 def _empty_kernel_op():
     """An op that allocates one output and launches a kernel that does nothing."""
-    from empty_kernel import empty_kernel
+    from moe_fusion.kernels.empty import empty_kernel
 
     @torch.library.custom_op("moe_fusion_tests::empty", mutates_args=())
     def empty(x: torch.Tensor) -> torch.Tensor:

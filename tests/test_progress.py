@@ -29,3 +29,13 @@ def test_a_terminal_gets_one_line_that_is_wiped():
     assert "building (0 s)" in terminal.getvalue()
     assert "\n" not in terminal.getvalue()
     assert terminal.getvalue().endswith(CLEAR_LINE)
+
+
+def test_a_result_wipes_the_line_before_it_and_goes_to_stdout(capsys):
+    for stream, wiped in ((Terminal(), True), (io.StringIO(), False)):
+        progress = Progress(stream)
+        progress.step("measuring")
+        before = stream.getvalue()
+        progress.result("1 2 3")
+        assert stream.getvalue() == before + (CLEAR_LINE if wiped else "")
+        assert capsys.readouterr().out == "1 2 3\n"

@@ -10,10 +10,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from moe_fusion.cli import demo, doctor, explain
+from moe_fusion.cli import bench, demo, doctor, explain
 from moe_fusion.errors import MoEFusionError
 
-COMMANDS = (demo, explain, doctor)
+COMMANDS = (demo, explain, doctor, bench)
 
 
 def build_parser() -> argparse.ArgumentParser:

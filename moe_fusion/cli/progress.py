@@ -28,6 +28,7 @@ class Progress:
         self._text = ""
         self._started = time.monotonic()
         self._stop = threading.Event()
+        self._writing = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def step(self, text: str) -> None:
@@ -38,14 +39,23 @@ class Progress:
         if not self._animated:
             print(f"{text} ...", file=self._stream, flush=True)
 
+    def result(self, text: str) -> None:
+        """Print a part of the command's result on stdout, on lines of its own."""
+        with self._writing:
+            if self._animated:
+                self._stream.write(CLEAR_LINE)
+                self._stream.flush()
+            print(text, flush=True)
+
     def _spin(self) -> None:
         for frame in itertools.cycle(FRAMES):
             if self._stop.wait(INTERVAL_SECONDS):
                 return
             if self._text:
                 seconds = time.monotonic() - self._started
-                self._stream.write(f"{CLEAR_LINE}{frame} {self._text} ({seconds:.0f} s)")
-                self._stream.flush()
+                with self._writing:
+                    self._stream.write(f"{CLEAR_LINE}{frame} {self._text} ({seconds:.0f} s)")
+                    self._stream.flush()
 
     def __enter__(self) -> Self:
         """Start the spinner, on a terminal."""

@@ -50,7 +50,7 @@ RESIDENCY = {
 # block, and what the compiler needs without spills (tests/test_compiled_kernels.py).
 
 TWO_SHOT_FROM_TOKENS = {2: 1 << 30, 4: 32, 8: 8}
-# Source: crossovers on one H200 (benchmarks/sweep_launch.py), by W; two ranks send as much either
+# Source: crossovers on one H200 (moe-fusion bench --tune), by W; two ranks send as much either
 # way.
 
 WARPS_MAX = 16

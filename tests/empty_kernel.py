@@ -1,8 +1,0 @@
-"""A kernel that does nothing, to compare the cost of launching with."""
-
-import triton
-
-
-@triton.jit
-def empty_kernel(x, out):
-    pass

@@ -125,18 +125,18 @@ HIDDEN = (64, 2048, 2880, 4096, 7168, 16384)
 DEFAULT_CEILINGS = {
     BF16: {
         2: (512, 512, 364, 256, 146, 64),
-        4: (512, 256, 182, 128, 73, 32),
-        8: (512, 64, 45, 32, 18, 8),
+        4: (512, 448, 318, 224, 128, 56),
+        8: (512, 112, 79, 56, 32, 14),
     },
     FP16: {
         2: (512, 512, 364, 256, 146, 64),
-        4: (512, 256, 182, 128, 73, 32),
-        8: (512, 64, 45, 32, 18, 8),
+        4: (512, 448, 318, 224, 128, 56),
+        8: (512, 112, 79, 56, 32, 14),
     },
     FP32: {
         2: (512, 256, 182, 128, 73, 32),
-        4: (512, 128, 91, 64, 36, 16),
-        8: (512, 32, 22, 16, 9, 4),
+        4: (512, 224, 159, 112, 64, 28),
+        8: (512, 56, 39, 28, 16, 7),
     },
 }
 
@@ -313,7 +313,7 @@ def test_subgroups_are_known_by_name_and_only_to_their_members():
     assert probe(dist.group.WORLD, "cpu") == Topology(4, "cpu")
     # W = 2 has a higher ceiling than W = 4
     assert admits(100, 7168, BF16, mine)
-    assert not admits(100, 7168, BF16, dist.group.WORLD)
+    assert not admits(129, 7168, BF16, dist.group.WORLD)
 
 
 @pytest.mark.usefixtures("fake_group")

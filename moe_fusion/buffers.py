@@ -114,6 +114,12 @@ def slots_bytes(world_size: int, capacity_bytes: int) -> int:
     return limits.SLOTS_OF_A_WORKSPACE * (world_size + 1) * capacity_bytes + 4 * PEERS
 
 
-def square_sum_words(capacity_bytes: int) -> int:
-    """Words for the segments of all rows of a call: a row's last segment may be a part of one."""
-    return limits.TOKEN_CEILING_MAX_TOKENS + capacity_bytes // SQUARE_SUM_SEGMENT_BYTES
+def square_sum_words(capacity_bytes: int, ceiling: int) -> int:
+    """Words for the segments of all rows of a call: a row's last segment may be a part of one.
+
+    Args:
+        capacity_bytes: of a workspace.
+        ceiling: the most rows of a call, if the configuration has more than the table ever has.
+    """
+    rows = max(ceiling, limits.TOKEN_CEILING_MAX_TOKENS)
+    return rows + capacity_bytes // SQUARE_SUM_SEGMENT_BYTES

@@ -38,6 +38,15 @@ class _Planned:
     workspace: Workspace
     launch: Launch
 
+    def holds(self, group_name: str) -> bool:
+        """Whether the group of that name is still the one, and the configuration too."""
+        group = self.group()
+        return (
+            group is not None
+            and group is known_group(group_name)
+            and self.config is active_config()
+        )
+
 
 _planned: dict[tuple[Any, ...], _Planned] = {}
 
@@ -78,11 +87,7 @@ def cuda_kernel(*operands: Any) -> tuple[Tensor, Tensor]:
     group_name = operands[GROUP]
     kind = _kind(tensors, scalars[1], group_name)
     planned = _planned.get(kind)
-    if (
-        planned is None
-        or planned.config is not active_config()
-        or planned.group() is not known_group(group_name)
-    ):
+    if planned is None or not planned.holds(group_name):
         args = TailArguments(operands[0], *tensors[1:-1], *scalars, tensors[-1])  # type: ignore[arg-type, call-arg]
         answer = _plan(args, group_name, kind)
         if isinstance(answer, tuple):
@@ -122,8 +127,9 @@ def _plan(
 
 
 def _forget_destroyed_groups() -> None:
-    for kind in [kind for kind, planned in _planned.items() if planned.group() is None]:
-        del _planned[kind]
+    for kind, planned in list(_planned.items()):
+        if planned.group() is None:
+            _planned.pop(kind, None)
 
 
 def empty_outputs(args: TailArguments) -> tuple[Tensor, Tensor]:

@@ -134,10 +134,10 @@ def _exchange_places() -> dict[str, str]:
     return {**found, "temporary folder": str(folder)}
 
 
-def _allocate(allocator: Allocator, world_size: int, capacity_bytes: int) -> tuple[Tensor, Tensor]:
+def _allocate(allocator: Allocator, world_size: int, plan: _Plan) -> tuple[Tensor, Tensor]:
     """The shared buffer, every slot cleared, and the host's word."""
-    own_words = STATE_WORDS + square_sum_words(capacity_bytes)
-    local = allocator.allocate(slots_bytes(world_size, capacity_bytes) + 8 * own_words)
+    own_words = STATE_WORDS + square_sum_words(plan.capacity_bytes, plan.ceiling)
+    local = allocator.allocate(slots_bytes(world_size, plan.capacity_bytes) + 8 * own_words)
     local.fill_(0xFF)
     if local.is_cuda:
         torch.cuda.synchronize(local.device)
@@ -191,7 +191,7 @@ def _build(group: dist.ProcessGroup, plan: _Plan, backend: Backend) -> Workspace
 
     def allocate() -> tuple[Allocator, Tensor, Tensor]:
         source = backend.allocator()
-        return source, *_allocate(source, group.size(), plan.capacity_bytes)
+        return source, *_allocate(source, group.size(), plan)
 
     def share() -> Workspace:
         source, local, host_word = memory

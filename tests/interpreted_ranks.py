@@ -41,7 +41,7 @@ def open_workspace(rank, world_size, folder, options) -> None:
         capacity_bytes=options["capacity"],
         peers=peer_addresses(rank, [m.data_ptr() for m in maps]),
         state=torch.zeros(STATE_WORDS, dtype=torch.int64),
-        square_sums=torch.full((square_sum_words(options["capacity"]),), -1),
+        square_sums=torch.full((square_sum_words(options["capacity"], 0),), -1),
         multiprocessors=1,
         error_word=torch.zeros(1, dtype=torch.int32),
         peer_timeout_s=options["timeout_s"],
@@ -232,6 +232,15 @@ def run_both_ways(rank, world_size, folder, cases):
         [launch(args, _workspaces[folder], two_shot=two_shot) for args in inputs]
         for two_shot in (False, True)
     ]
+
+
+def run_poisoned(rank, world_size, folder, case):
+    """One call of rank 0 that has missed a peer before, though the peer's rows are there."""
+    workspace = _workspaces[folder]
+    if rank == 0:
+        time.sleep(1.0)
+        workspace.state[2] = 2
+    return launch(case.rank(rank), workspace)
 
 
 def run_without_peer(rank, world_size, folder, case, two_shot):

@@ -251,6 +251,12 @@ def test_two_shot_and_one_shot_give_the_same_bits(pool, workspace):
         assert_close(case, got, pool.world_size)
 
 
+def test_a_rank_that_missed_a_peer_returns_nan_also_where_all_rows_are_there(pools, tmp_path):
+    workspace = make_workspace(pools[2], tmp_path, timeout_s=2.0)
+    outputs = pools[2].run(ranks.run_poisoned, workspace, Case(3, 64, seed=52))
+    assert all(tensor.isnan().all() for tensor in outputs[0])
+
+
 @pytest.mark.parametrize("two_shot", [False, True])
 def test_a_peer_that_does_not_come_is_named_and_the_outputs_are_nan(pools, tmp_path, two_shot):
     """Later calls do not wait again, and push nothing that a peer could take for a result."""

@@ -38,6 +38,8 @@ def a_workspace(topology, hidden, dtype, config):
         capacity_bytes=capacity_bytes(hidden, dtype, topology, config),
         peers=None,
         state=None,
+        square_sums=None,
+        multiprocessors=0,
         error_word=None,
         peer_timeout_s=1.0,
         global_ranks=tuple(range(topology.world_size)),

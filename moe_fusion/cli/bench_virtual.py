@@ -41,7 +41,9 @@ def make_workspaces(case: Case, multiprocessors: int) -> list[Workspace]:
             capacity_bytes=capacity_bytes,
             peers=peer_addresses(rank, addresses),
             state=torch.zeros(STATE_WORDS, dtype=torch.int64, device="cuda"),
-            square_sums=torch.full((square_sum_words(capacity_bytes),), -1, device="cuda"),
+            square_sums=torch.full(
+                (square_sum_words(capacity_bytes, case.num_tokens),), -1, device="cuda"
+            ),
             multiprocessors=multiprocessors,
             error_word=torch.zeros(1, dtype=torch.int32, pin_memory=True),
             peer_timeout_s=PEER_TIMEOUT_S,

@@ -74,6 +74,23 @@ def push(words, address, inside, BACKEND: tl.constexpr, U: tl.constexpr):
 
 
 @triton.jit
+def warn(address, offset, ranks, BACKEND: tl.constexpr, U: tl.constexpr):
+    """Store ``ranks``, [U], ``offset`` past ``address`` before what is pushed later, unless 0."""
+    if BACKEND == "ptx":
+        tl.inline_asm_elementwise(
+            ptx.WARN,
+            ptx.WARN_OPERANDS,
+            [address, offset, ranks],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        pointer = (address + offset).to(tl.pointer_type(tl.int32))
+        tl.store(pointer + tl.zeros([U], tl.int32), ranks, mask=ranks != 0)
+
+
+@triton.jit
 def _wait_and_sum_ptx(
     own, own_words, address, rank_stride, inside, deadline, timeout, DTYPE: tl.constexpr,
     N: tl.constexpr, U: tl.constexpr, W: tl.constexpr,

@@ -96,8 +96,8 @@ def _one_row(
     )  # fmt: skip
     rounded, square_sum = add(
         residual_out, reduced, replicated_row, residual_row, output_scale, missed,
-        missing | absent, state, error_word, peers[0], region_bytes, replicated is not None,
-        residual is not None, W, BACKEND,
+        missing | absent, state, error_word, peers, rank, region_bytes, replicated is not None,
+        residual is not None, W, TWO_SHOT, BACKEND,
     )  # fmt: skip
     tell(square_sums + row * S + segment, square_sum, call, BACKEND)
     if PDL:
@@ -105,7 +105,7 @@ def _one_row(
     out = row * H + column
     tl.store(residual_out + out, rounded, mask=mask)
     square_sum, _ = row_square_sum(
-        square_sums, state, error_word, rank, row, call, 3 * timeout, S, BACKEND
+        square_sums, state, error_word, rank, row, call, 5 * timeout, S, BACKEND
     )
     finish(
         norm_out, residual_out, rounded, weight_row, state, out, mask, square_sum, eps,
@@ -175,7 +175,7 @@ def _many_rows(
     weight_row = load_optional(norm_weight, 0, column, mask)
     before = tl.zeros([N], residual_out.dtype.element_ty)
     before_row = first_row
-    patience = 3 * timeout
+    patience = 5 * timeout
     for row in range(first_row, num_tokens, row_step):
         place, inside = place_of(row, segment, ROW_BYTES)
         words = tl.zeros([4 * UNITS], tl.int32)
@@ -189,8 +189,8 @@ def _many_rows(
         )  # fmt: skip
         rounded, square_sum = add(
             residual_out, reduced, replicated_row, residual_row, output_scale, missed,
-            missing | absent, state, error_word, peers[0], region_bytes, replicated is not None,
-            residual is not None, W, BACKEND,
+            missing | absent, state, error_word, peers, rank, region_bytes, replicated is not None,
+            residual is not None, W, TWO_SHOT, BACKEND,
         )  # fmt: skip
         tell(square_sums + row * S + segment, square_sum, call, BACKEND)
         tl.store(residual_out + row * H + column, rounded, mask=mask)

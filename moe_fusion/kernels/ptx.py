@@ -24,6 +24,19 @@ PUSH = tl.constexpr("""
 """)
 PUSH_OPERANDS = tl.constexpr("=r,l,r,r,r,r,r")
 
+WARN = tl.constexpr("""
+{
+    .reg .pred some;
+    .reg .b64 place;
+    setp.ne.s32 some, $3, 0;
+    @some add.s64 place, $1, $2;
+    @some st.volatile.global.b32 [place], $3;
+    @some fence.acq_rel.sys;
+    mov.b32 $0, 0;
+}
+""")
+WARN_OPERANDS = tl.constexpr("=r,l,l,r")
+
 # A word is a call's number and an fp32 value, which one 8-byte access carries together.
 TELL = tl.constexpr("""
 {

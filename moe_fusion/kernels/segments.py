@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from moe_fusion import buffers, limits
-from moe_fusion.kernels.exchange import push, told, wait_and_sum
+from moe_fusion.kernels.exchange import push, told, wait_and_sum, warn
 from moe_fusion.kernels.launch import SEGMENT_BYTES, SEGMENT_THREADS
 from moe_fusion.kernels.rows import narrow, residual_sum, scaled_norm, widen
 from moe_fusion.kernels.words import SENTINEL_WORD, to_words
@@ -51,25 +51,31 @@ def hand_on(state, readers_before, call):
 
 
 @triton.jit
-def _tidings(address, region_bytes, W: tl.constexpr):
-    """Where ranks tell the rank whose workspace is at ``address`` which ranks they missed."""
-    return (address + SLOTS * (W + 1) * region_bytes).to(tl.pointer_type(tl.int32))
+def _tidings(rank, region_bytes, W: tl.constexpr):
+    """Where in a rank's workspace ``rank`` tells it whom it missed: bytes from the beginning."""
+    return SLOTS * (W + 1) * region_bytes + rank * 4
 
 
 @triton.jit
-def _report(state, error_word, missing, address, region_bytes, W: tl.constexpr):
+def _report(
+    state, error_word, missing, peers, rank, region_bytes, W: tl.constexpr, TWO_SHOT: tl.constexpr
+):
     """Record the ranks that did not arrive, for later blocks and for the host: one bit each.
 
     A rank that tells whom it missed is alive, though it sends nothing any more.
     """
-    rank = tl.arange(0, PEERS)
-    told = tl.load(_tidings(address, region_bytes, W) + rank, volatile=True)
+    other = tl.arange(0, PEERS)
+    place = (peers[0] + _tidings(other, region_bytes, W)).to(tl.pointer_type(tl.int32))
+    told = tl.load(place, volatile=True)
     told = tl.where(told == SENTINEL_WORD, 0, told)
-    alive = tl.reduce(tl.where(told != 0, 1 << rank, 0), 0, _bit_or)
+    alive = tl.reduce(tl.where(told != 0, 1 << other, 0), 0, _bit_or)
     absent = tl.reduce(missing, 0, _bit_or) & ~alive | tl.reduce(told, 0, _bit_or)
     if absent != 0:
         tl.atomic_or(state + STATE_MISSING, absent.to(tl.int64), sem="relaxed")
         tl.atomic_or(error_word, absent, sem="relaxed", scope="sys")
+        for i in tl.static_range(1, 1 if TWO_SHOT else W):  # owners have told by now
+            target = peers[i] + _tidings(rank, region_bytes, W)
+            tl.store(target.to(tl.pointer_type(tl.int32)), absent)
 
 
 @triton.jit
@@ -135,8 +141,7 @@ def sum_owned(
     sent = tl.where(missed == 0, owned, False)
     lost = tl.where(missed == 0, missing, 0)
     for i in tl.static_range(1, W):
-        told = _tidings(peers[i], region_bytes, W) + rank + tl.zeros([UNITS], tl.int32)
-        tl.store(told, lost, mask=lost != 0)
+        warn(peers[i], _tidings(rank, region_bytes, W), lost, BACKEND, UNITS)
     for i in tl.static_range(W):
         push(words, peers[i] + offset + W * region_bytes, sent, BACKEND, UNITS)
     return missing, deadline
@@ -174,13 +179,14 @@ def receive(
 @triton.jit
 def add(
     residual_out, reduced, replicated_row, residual_row, output_scale, missed, missing, state,
-    error_word, address, region_bytes, HAS_REPLICATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    W: tl.constexpr, BACKEND: tl.constexpr,
+    error_word, peers, rank, region_bytes, HAS_REPLICATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    W: tl.constexpr, TWO_SHOT: tl.constexpr, BACKEND: tl.constexpr,
 ):  # fmt: skip
     """The residual sum of a segment, rounded, and its sum of squares; reports what is missing."""
     total = residual_sum(
         reduced, replicated_row, residual_row, output_scale, HAS_REPLICATED, HAS_RESIDUAL, BACKEND
     )
+    total = tl.where(missed == 0, total, float("nan"))  # a late row may have come by now
     rounded = narrow(total, residual_out.dtype.element_ty, BACKEND)
     value = widen(rounded, BACKEND)
     square_sum = tl.sum(value * value, 0)
@@ -188,7 +194,7 @@ def add(
     # of the condition, since threads may read `missed` before and after it is set.
     if square_sum != square_sum:
         missing = tl.where(missed == 0, missing, 0)
-        _report(state, error_word, missing, address, region_bytes, W)
+        _report(state, error_word, missing, peers, rank, region_bytes, W, TWO_SHOT)
     return rounded, square_sum
 
 

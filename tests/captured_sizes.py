@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 import moe_fusion
-from moe_fusion import FusionConfig, op
+from moe_fusion import FusionConfig, dispatch
 from moe_fusion.admission import Refusal
 
 HIDDEN = 2880
@@ -41,7 +41,7 @@ def call_each_size(rank, **limits):
     """
     torch._dynamo.reset()
     counters.clear()
-    admitted, ask = {}, op.workspace_for
+    admitted, ask = {}, dispatch.workspace_for
 
     def asking(num_tokens, *args, **kwargs):
         found = ask(num_tokens, *args, **kwargs)
@@ -49,7 +49,7 @@ def call_each_size(rank, **limits):
         admitted[num_tokens] = not over
         return found
 
-    op.workspace_for = asking
+    dispatch.workspace_for = asking
     error = 0.0
     config = FusionConfig(token_ceiling=CEILING)
     settings = {"force_disable_caches": True}
@@ -72,7 +72,7 @@ def call_each_size(rank, **limits):
         torch.cuda.synchronize()
         moe_fusion.check()
     finally:
-        op.workspace_for = ask
+        dispatch.workspace_for = ask
     skipped = counters["inductor"]["cudagraph_skips"]
     return report.graphs, report.fused, skipped, admitted, error
 

@@ -204,60 +204,6 @@ def miss_a_peer(rank, world_size, case):
     return seconds, poisoned, errors, float(torch.ones(8, device="cuda").sum())
 
 
-def _empty_kernel_op():
-    """An op that allocates one output and launches a kernel that does nothing."""
-    from moe_fusion.kernels.empty import empty_kernel
-
-    @torch.library.custom_op("moe_fusion_tests::empty", mutates_args=())
-    def empty(x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(x)
-        empty_kernel[(1,)](x, out)
-        return out
-
-    empty.register_fake(torch.empty_like)
-    return empty
-
-
-def _host_us(function, calls=200, repeats=5):
-    """Microseconds of the host for one call, least of several runs; the queue holds them all."""
-    least = float("inf")
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        dist.barrier()
-        begun = time.perf_counter()
-        for _ in range(calls):
-            function()
-        least = min(least, (time.perf_counter() - begun) / calls * 1e6)
-    torch.cuda.synchronize()
-    return least
-
-
-def time_launches(rank, world_size, case):
-    """Host time of the op and of an empty kernel's op, eager and compiled, in microseconds."""
-    args = case.rank(rank, "cuda")
-    empty = _empty_kernel_op()
-    x = torch.zeros(8, device="cuda")
-    tensors = {f.name: getattr(args, f.name) for f in fields(args)}
-    names = [name for name, value in tensors.items() if isinstance(value, torch.Tensor)]
-
-    @torch.compile(fullgraph=True)
-    def tail(*given):
-        return call(replace(args, **dict(zip(names, given, strict=True))))
-
-    given = [tensors[name] for name in names]
-    with torch.no_grad():
-        compiled_empty = torch.compile(empty, fullgraph=True)
-        kinds = {
-            "empty": lambda: empty(x),
-            "op": lambda: call(args),
-            "compiled empty": lambda: compiled_empty(x),
-            "compiled op": lambda: tail(*given),
-        }
-        for function in kinds.values():
-            function()
-        return {name: _host_us(function) for name, function in kinds.items()}
-
-
 def count_allocations(rank, world_size, case):
     """Allocations of one call, which must not synchronize either."""
     args = case.rank(rank, "cuda")

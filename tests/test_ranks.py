@@ -34,11 +34,12 @@ def test_a_rank_that_dies_ends_the_run():
 
 
 def test_a_rank_that_hangs_ends_the_run_and_leaves_no_process():
+    before = set(multiprocessing.active_children())  # pools that tests of this process share
     started = time.monotonic()
     with pytest.raises(RankTimeoutError, match=r"within 12 s, got none from .*1\]"):
         run_ranks(2, hangs_on_one, time_limit_seconds=12)
     assert time.monotonic() - started < 30
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_world_size_is_checked():

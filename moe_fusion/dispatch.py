@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from moe_fusion.kernels.fused_launch import Launch
 
 _ALIGNMENT_BYTES = 16
+_PERMUTATION = 2  # expanded_idx_to_permuted_idx among the op's tensors
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class _Planned:
 _planned: dict[tuple[Any, ...], _Planned] = {}
 
 
-def _facts(tensor: Tensor | None) -> tuple[Any, ...] | None:
+def _facts(tensor: Tensor | None) -> Any:
     """What a tensor is, but for its numbers and where they are."""
     if tensor is None:
         return None
@@ -61,8 +62,12 @@ def _facts(tensor: Tensor | None) -> tuple[Any, ...] | None:
 
 
 def _kind(tensors: tuple[Tensor | None, ...], weight_bias: float, group_name: str) -> Any:
-    """What checks and launch parameters depend on."""
-    return (group_name, weight_bias == 0.0, *map(_facts, tensors))
+    """What checks and launch parameters depend on: not R, which changes with the routing."""
+    facts = [*map(_facts, tensors)]
+    if facts[_PERMUTATION] is not None:
+        (_, *columns), *rest = facts[0]
+        facts[0] = (*columns, *rest)
+    return (group_name, weight_bias == 0.0, *facts)
 
 
 def _split(operands: tuple[Any, ...]) -> tuple[tuple[Tensor | None, ...], tuple[float, ...]]:

@@ -6,11 +6,12 @@ import gc
 import weakref
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from moe_fusion.buffers import square_sum_words
 from moe_fusion.config import FusionConfig, active_config, set_active_config
-from moe_fusion.dispatch import _Planned
+from moe_fusion.dispatch import _kind, _Planned
 from moe_fusion.limits import DTYPES
 
 SEGMENT_BYTES = 2048
@@ -62,3 +63,18 @@ def test_each_segment_of_each_row_has_a_word(ceiling):
                 row = hidden * dtype.itemsize
                 tokens = min(ceiling, capacity // row)
                 assert tokens * -(-row // SEGMENT_BYTES) <= words
+
+
+def kind(rows, *, permutation, hidden=64, dtype=torch.bfloat16):
+    routed = torch.zeros(rows, hidden, dtype=dtype)
+    weights = torch.zeros(2, 3)
+    given = torch.zeros(2, 3, dtype=torch.int32) if permutation else None
+    return _kind((routed, weights, given, None, None, None, None, None), 0.0, "0")
+
+
+def test_a_padded_number_of_rows_is_no_kind_of_its_own():
+    assert kind(6, permutation=True) == kind(128, permutation=True)
+    assert kind(6, permutation=True) != kind(6, permutation=True, hidden=128)
+    assert kind(6, permutation=True) != kind(6, permutation=True, dtype=torch.float16)
+    assert kind(6, permutation=False) != kind(7, permutation=False)  # rows are T * K there
+    assert kind(6, permutation=True) != kind(6, permutation=False)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_fusion.contract import TailArguments
-from moe_fusion.kernels.launch import backend, row_operands, row_parameters
+from moe_fusion.kernels.launch import backend, dense, op_tensors, row_parameters
 from moe_fusion.kernels.rows import (
     load_optional,
     narrow,
@@ -98,7 +98,7 @@ def add_rms_norm_kernel(
 def finalize(args: TailArguments) -> Tensor:
     """This rank's partial: [T, H] in the activation dtype, T at least 1."""
     chosen = row_parameters(args.hidden_dim, args.routed.dtype)
-    routed, weights, permutation, shared, *_ = row_operands(args)
+    routed, weights, permutation, shared, *_ = dense(op_tensors(args))
     assert routed is not None
     partial = args.routed.new_empty((args.num_tokens, args.hidden_dim))
     finalize_kernel[(args.num_tokens,)](
@@ -124,7 +124,7 @@ def finalize(args: TailArguments) -> Tensor:
 def add_rms_norm(reduced: Tensor, args: TailArguments) -> tuple[Tensor, Tensor]:
     """``norm_out`` and ``residual_out`` from the all_reduce's output, [T, H] each."""
     chosen = row_parameters(args.hidden_dim, args.routed.dtype)
-    replicated, residual, norm_weight = row_operands(args)[4:]
+    replicated, residual, norm_weight, output_scale_tensor = dense(op_tensors(args))[4:]
     norm_out = torch.empty_like(reduced)
     residual_out = torch.empty_like(reduced, dtype=args.residual_dtype)
     add_rms_norm_kernel[(args.num_tokens,)](
@@ -134,7 +134,7 @@ def add_rms_norm(reduced: Tensor, args: TailArguments) -> tuple[Tensor, Tensor]:
         replicated,
         residual,
         norm_weight,
-        args.output_scale_tensor,
+        output_scale_tensor,
         0 if replicated is None else replicated.stride(0),
         0 if residual is None else residual.stride(0),
         float(args.eps),

@@ -36,15 +36,11 @@ vars(_host_clock_ns)["__triton_builtin__"] = True
 
 @triton.jit
 def clock_ns(BACKEND: tl.constexpr):
-    """A clock that all blocks on this device share, in nanoseconds."""
+    """A clock that all blocks on this device share, in nanoseconds; the PTX reads its own."""
     if BACKEND == "interpreter":
         return _host_clock_ns()
-    elif BACKEND == "amd":
-        return hip.memrealtime() * AMD_CLOCK_PERIOD_NS
     else:
-        return tl.inline_asm_elementwise(
-            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
-        )
+        return hip.memrealtime() * AMD_CLOCK_PERIOD_NS
 
 
 @triton.jit

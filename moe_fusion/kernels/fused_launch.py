@@ -24,6 +24,7 @@ from moe_fusion.kernels.launch import (
     backend,
     dense,
     launch_parameters,
+    op_tensors,
     unit_row,
 )
 
@@ -67,24 +68,10 @@ class Launch:
         return norm_out, residual_out
 
 
-def _tensors(args: TailArguments) -> tuple[Tensor | None, ...]:
-    return (
-        args.routed,
-        args.expert_weights,
-        args.expanded_idx_to_permuted_idx,
-        args.shared_output,
-        args.replicated_output,
-        args.residual,
-        args.norm_weight,
-        args.output_scale_tensor,
-    )
-
-
 def _readable(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """The tensors, copied where rows do not begin at 16-byte boundaries or have gaps in them."""
-    routed, weights, permutation, *addends, scale = tensors
-    whole = (None if t is None else t.contiguous() for t in (weights, permutation))
-    return (unit_row(dense(routed)), *whole, *(unit_row(dense(t)) for t in addends), scale)
+    routed, weights, permutation, *addends, scale = dense(tensors)
+    return (unit_row(routed), weights, permutation, *map(unit_row, addends), scale)
 
 
 def _allocator(args: TailArguments) -> Callable[[], tuple[Tensor, Tensor]]:
@@ -181,7 +168,7 @@ def plan_launch(
         top_k=args.top_k,
         multiprocessors=workspace.multiprocessors,
     )
-    tensors = _readable(_tensors(args))
+    tensors = _readable(op_tensors(args))
     routed, _, _, shared, replicated, residual, *_ = tensors
     strides = [0 if t is None else t.stride(0) for t in (routed, shared, replicated, residual)]
     before_scalars = (
@@ -202,7 +189,7 @@ def plan_launch(
         before_scalars = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in before_scalars)
     return Launch(
         run=_load(chosen.blocks, arguments, constants, chosen.registers),
-        direct=all(one is two for one, two in zip(tensors, _tensors(args), strict=True)),
+        direct=all(one is two for one, two in zip(tensors, op_tensors(args), strict=True)),
         before_scalars=before_scalars,
         after_scalars=(*workspace.peers, *constants.values()),
         outputs=outputs,
@@ -223,4 +210,4 @@ def fused(
         ``norm_out`` and ``residual_out``, [T, H] each.
     """
     scalars = (args.eps, args.weight_bias, args.routed_scaling_factor, args.output_scale)
-    return plan_launch(args, workspace, parameters)(_tensors(args), scalars)
+    return plan_launch(args, workspace, parameters)(op_tensors(args), scalars)

@@ -12,15 +12,15 @@ import torch
 import triton
 from torch import Tensor
 
+from moe_fusion.buffers import SEGMENT_BYTES
 from moe_fusion.contract import TailArguments
 from moe_fusion.limits import HIDDEN_DIM_MULTIPLE_ELEMENTS
 
 WARP_THREADS = 32
 UNIT_BYTES = 16
 
-SEGMENT_WARPS = 4
-SEGMENT_THREADS = SEGMENT_WARPS * WARP_THREADS
-SEGMENT_BYTES = SEGMENT_THREADS * UNIT_BYTES
+SEGMENT_THREADS = SEGMENT_BYTES // UNIT_BYTES
+SEGMENT_WARPS = SEGMENT_THREADS // WARP_THREADS
 # Source: one unit a thread; H = 7168, 5120, 4096 and 2048 in 16 bits are whole segments.
 
 UNROLL_MAX = 8
@@ -152,23 +152,29 @@ def backend(kernel: object) -> str:
     return "amd" if torch.version.hip else "ptx"
 
 
-def dense(tensor: Tensor | None) -> Tensor | None:
-    """The same rows, each contiguous: copied only if they are not."""
-    return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def row_operands(args: TailArguments) -> tuple[Tensor | None, ...]:
-    """The tensors that a kernel reads, in its order, each with a contiguous last dim."""
-    weights, permutation = args.expert_weights, args.expanded_idx_to_permuted_idx
+def op_tensors(args: TailArguments) -> tuple[Tensor | None, ...]:
+    """The op's tensors, in its order and the kernels'."""
     return (
-        dense(args.routed),
-        None if weights is None else weights.contiguous(),
-        None if permutation is None else permutation.contiguous(),
-        dense(args.shared_output),
-        dense(args.replicated_output),
-        dense(args.residual),
-        dense(args.norm_weight),
+        args.routed,
+        args.expert_weights,
+        args.expanded_idx_to_permuted_idx,
+        args.shared_output,
+        args.replicated_output,
+        args.residual,
+        args.norm_weight,
+        args.output_scale_tensor,
     )
+
+
+def dense(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The op's tensors, rows with a contiguous last dim and routing contiguous: copied if not."""
+
+    def rows(tensor: Tensor | None) -> Tensor | None:
+        return tensor if tensor is None or tensor.stride(-1) == 1 else tensor.contiguous()
+
+    routed, weights, permutation, *addends, scale = tensors
+    routing = (None if t is None else t.contiguous() for t in (weights, permutation))
+    return (rows(routed), *routing, *map(rows, addends), scale)
 
 
 def unit_row(tensor: Tensor | None) -> Tensor | None:

@@ -6,7 +6,7 @@ A family is the name of a configuration, ``SMALL`` its sizes where the configura
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 SMALL: dict[str, Any] = {
@@ -101,6 +101,7 @@ class Family:
     norm: str = "weight"
     half: str = CAST_FIRST
     refused: dict[str, int] = field(default_factory=dict)
+    _: KW_ONLY
     half_shared: str | None = None
     half_refused: dict[str, int] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
@@ -164,9 +165,9 @@ FAMILIES: dict[str, Family] = {
     "olmoe": Family(2),
     "phimoe": Family(0, None, refused={LAYER_NORM: 2}, ci=True),
     "qwen2_moe": Family(2, AFTER, ci=True),
-    "qwen3_5_moe_text": Family(2, AFTER, *GEMMA, {GATED: 1}, FULL_ATTENTION),
+    "qwen3_5_moe_text": Family(2, AFTER, *GEMMA, {GATED: 1}, fields=FULL_ATTENTION),
     "qwen3_moe": Family(2, ci=True),
-    "qwen3_next": Family(2, AFTER, *GEMMA, {GATED: 1}, FULL_ATTENTION, ci=True),
+    "qwen3_next": Family(2, AFTER, *GEMMA, {GATED: 1}, fields=FULL_ATTENTION, ci=True),
     # hyper-connections: several residual streams
     "qwen4_exp_text": Family(0, None, refused={COPIED: 1, READ_BY_STREAMS: 3, GATED: 1, MIXED: 1}),
     "sarvam_mla": Family(1, OWN, fields=LATENT_ATTENTION, experts=False),

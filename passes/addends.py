@@ -11,14 +11,20 @@ from torch.fx import Node
 from moe_fusion.passes.collectives import is_reduced
 from moe_fusion.passes.nodes import (
     add_operands,
+    arg,
     dtype,
     has_value,
+    is_cast,
+    is_widening,
+    keeps_rows,
     same,
     same_shape,
     scaled_operand,
     shape,
     sole_user,
+    strip_casts,
     tensor_scaled_operand,
+    terms,
 )
 
 
@@ -31,12 +37,19 @@ class Addend:
         scale: a constant factor.
         tensor_scales: factors that are tensors of one element.
         is_vector: it is one vector for every row, such as a bias, instead of the sum's shape.
+        rounded: it is widened to be added, and the sum rounded at once: as if added unwidened.
     """
 
     node: Node
     scale: float = 1.0
     tensor_scales: tuple[Node, ...] = ()
     is_vector: bool = False
+    rounded: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which it is added."""
+        return dtype(strip_casts(self.node) if self.rounded else self.node)
 
     @property
     def scaled(self) -> bool:
@@ -47,7 +60,7 @@ class Addend:
     def may_overflow(self) -> bool:
         """Whether it could overflow alone where a sum with it does not."""
         grows = abs(self.scale) > 1.0 or bool(self.tensor_scales)
-        return grows and dtype(self.node) == torch.float16
+        return grows and self.dtype == torch.float16
 
 
 def times(addend: Addend, factor: float, *tensors: Node) -> Addend:
@@ -68,6 +81,16 @@ def adds_vector(addend: Any, node: Node, total: Node) -> bool:
     *leading, last = shape(addend)
     one_row = all(same(size, 1) for size in leading) and same(last, shape(node)[-1])
     return one_row and same_shape(shape(total), shape(node))
+
+
+def rounds_at_once(total: Node) -> bool:
+    """Whether ``total`` widens both its terms, and all that reads it rounds it to their dtype."""
+    pair, user = terms(total), sole_user(total)
+    while user is not None and keeps_rows(user):
+        user = sole_user(user)
+    if pair is None or user is None or not is_cast(user):
+        return False
+    return all(has_value(n) and dtype(strip_casts(n)) == dtype(user) for n, _ in pair)
 
 
 def opened(addends: list[Addend]) -> tuple[list[Addend], list[Node]]:
@@ -98,9 +121,15 @@ def _parts(addend: Addend) -> list[Addend]:
     node = addend.node
     if sole_user(node) is None or addend.is_vector:
         return []
+    if addend.rounded and is_widening(node):
+        return [replace(addend, node=arg(node, 0))]
     pair = add_operands(node)
     if pair is not None and not addend.may_overflow:
-        parts = [replace(addend, node=n, is_vector=adds_vector(n, node, node)) for n in pair]
+        rounded = rounds_at_once(node)
+        parts = [
+            replace(addend, node=n, is_vector=adds_vector(n, node, node), rounded=rounded)
+            for n in pair
+        ]
         return parts if all(p.is_vector or adds_rows(p.node, node) for p in parts) else []
     scaled = scaled_operand(node)
     if scaled is not None:

@@ -10,19 +10,18 @@ itself an all_reduce over the same group is a second partial of one reduction.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from moe_fusion.passes.addends import Addend, adds_rows, adds_vector, opened, times
-from moe_fusion.passes.collectives import AllReduce, is_all_reduce, reduced_by
+from moe_fusion.passes.addends import Addend, adds_rows, adds_vector, opened, rounds_at_once, times
+from moe_fusion.passes.collectives import AllReduce, is_all_reduce
+from moe_fusion.passes.merge import Merged, merge
 from moe_fusion.passes.nodes import (
     NoMatch,
     add_operands,
-    arg,
     aten,
     describe,
     dtype,
@@ -42,17 +41,6 @@ from moe_fusion.passes.nodes import (
 )
 from moe_fusion.passes.norm_parts import Norm, ResidualSum
 from moe_fusion.passes.norms import match_norm, reads_layer_norm
-
-
-@dataclass(frozen=True)
-class Merged:
-    """Another all_reduce whose sum is added to the first one's, and its sum's constant factor.
-
-    Factors that are tensors are those of the first.
-    """
-
-    all_reduce: AllReduce
-    scale: float
 
 
 @dataclass(frozen=True)
@@ -166,7 +154,7 @@ def _advance(path: _Path) -> NoMatch | None:
         vector = adds_vector(other[0], node, user)
         if operand is node and other[0] is not node and (vector or adds_rows(other[0], node)):
             path.multiply(factor, *tensors)
-            path.addends.append(Addend(*other, is_vector=vector))
+            path.addends.append(Addend(*other, vector, rounds_at_once(user)))
             path.step(user)
             return _overflow(path.addends[-1:], user)
     scaled = _scaled(node, user)
@@ -195,47 +183,6 @@ def _scaled(node: Node, user: Node) -> tuple[float, *tuple[Node, ...]] | None:
     return None
 
 
-def _merge(path: _Path, first: AllReduce) -> list[Merged]:
-    """Take out the addends that are sums over the same group, whatever constant scales them."""
-    merged = []
-    for addend in list(path.addends):
-        other = reduced_by(addend.node)
-        if addend.is_vector or other is None or other.group != first.group:
-            continue
-        if other.sum is first.sum or not _scales_fit(path, addend, first):
-            continue
-        nodes = _between(other, addend.node)
-        # Where the graph adds the sums in fp32, to round the sum of partials is one too many.
-        plain = dtype(other.input) == dtype(addend.node) == dtype(first.input)
-        if nodes is not None and plain:
-            merged.append(Merged(other, addend.scale))
-            path.interior.extend(nodes)
-            path.addends.remove(addend)
-    return merged
-
-
-def _scales_fit(path: _Path, addend: Addend, first: AllReduce) -> bool:
-    """Whether one reduction can take both scales: if they differ, the partials are scaled.
-
-    In fp16 a partial that is scaled up may overflow where the scaled sum does not. A tensor may
-    differ between ranks, so that it never moves to the other side of a reduction.
-    """
-    if Counter(addend.tensor_scales) != Counter(path.tensor_scales):
-        return False
-    if addend.scale == path.scale:
-        return True
-    grows = max(abs(addend.scale), abs(path.scale)) > 1.0
-    return dtype(first.input) != torch.float16 or not grows
-
-
-def _between(reduced: AllReduce, node: Node) -> list[Node] | None:
-    """The nodes from the sum to ``node``, or None if another reader needs one of them."""
-    nodes = [node]
-    while nodes[-1] is not reduced.sum:
-        nodes.append(arg(nodes[-1], 0))
-    return nodes if all(sole_user(n) for n in nodes) else None
-
-
 def _norm_comes_first(norm: Norm) -> bool:
     """Whether the norm's output is what is added to the residual."""
     readers = list(norm.output.users)
@@ -259,7 +206,9 @@ def match_after(first: AllReduce) -> After | NoMatch:
     total = _residual_sum(path, norm)
     path.addends, passed = opened(path.addends)
     path.interior.extend(passed)
-    merged = _merge(path, first)
+    merged, passed = merge(path.addends, first, path.scale, path.tensor_scales)
+    path.addends = [a for a in path.addends if all(a is not m.addend for m in merged)]
+    path.interior.extend(passed)
     residual = _take_residual(path, total.value.dtype)
     if isinstance(residual, NoMatch):
         return residual
@@ -322,6 +271,6 @@ def _inexpressible_addends(after: After, activation: torch.dtype) -> NoMatch | N
             what = f"what is added after the reduction is {found}: expected {activation}"
             return NoMatch(what, addend.node)
         changed = addend.scaled or len(after.replicated) > 1
-        if changed and dtype(addend.node) != activation:
-            return NoMatch(f"addends are scaled or summed in {dtype(addend.node)}", addend.node)
+        if changed and addend.dtype != activation:
+            return NoMatch(f"addends are scaled or summed in {addend.dtype}", addend.node)
     return None

@@ -64,7 +64,6 @@ GATED = "the sum is multiplied by several elements that may differ by rank: expe
 LAYER_NORM = "a LayerNorm reads the sum: expected an RMSNorm"
 NORM_FIRST = "the norm comes before the residual add"
 COPIED = "aten.repeat comes between the all_reduce and the norm"
-WIDENED = "moe_fusion.finalize_allreduce_rms_norm comes between the all_reduce and the norm"
 MIXED = "aten.mul.Tensor comes between the all_reduce and the norm"
 READ_BY_STREAMS = "what the all_reduce feeds is read several times (aten.div.Tensor, aten.neg)"
 READ_TWICE = "what the all_reduce feeds is read several times (aten.add.Tensor, aten.reshape)"
@@ -88,8 +87,6 @@ class Family:
         norm: the RMSNorm's spelling in fp32.
         half: its spelling in bf16 and fp16.
         refused: how many all_reduces are left, by reason.
-        half_shared: as ``shared``, in bf16 and fp16; None where it is the same.
-        half_refused: what is refused there as well.
         fields: configuration fields beside ``SMALL``.
         rows: the fused MoE tail's finalize, None for that of the experts' implementation.
         experts: whether the experts' implementation can be chosen.
@@ -102,8 +99,6 @@ class Family:
     half: str = CAST_FIRST
     refused: dict[str, int] = field(default_factory=dict)
     _: KW_ONLY
-    half_shared: str | None = None
-    half_refused: dict[str, int] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
     rows: str | None = None
     experts: bool = True
@@ -142,8 +137,7 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": Family(1, AFTER, fields={"layer_types": ["attention"]}),
     "granitemoeshared": Family(1, AFTER, ci=True),
     "hunyuan_v1_moe": Family(1, AFTER, ci=True),
-    # In half precision both sums are widened before they are added, which is not seen through.
-    "hy_v3": Family(2, OWN, half_shared=AFTER, half_refused={WIDENED: 1}, fields=SPARSE),
+    "hy_v3": Family(2, OWN, fields=SPARSE, ci=True),
     "kimi_linear": Family(1, OWN, fields={**FULL_ATTENTION, **LATENT_ATTENTION, **SPARSE}),
     "laguna": Family(2, OWN, fields={**FULL_ATTENTION, **SPARSE}, ci=True),
     "lfm2_moe": Family(1, fields=FULL_ATTENTION),

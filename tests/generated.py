@@ -27,6 +27,7 @@ class Spec:
     scale_covers_shared: bool
     shared: str
     own_scale: float | None
+    widened: bool
     output_scale: float | None
     residual: bool
     join: str
@@ -50,6 +51,7 @@ def specs(draw, *, miss=False):
         scale_covers_shared=draw(st.booleans()),
         shared=draw(st.sampled_from(SHARED)),
         own_scale=draw(st.sampled_from([None, 0.5, -2.5])),
+        widened=draw(st.booleans()),
         output_scale=draw(st.sampled_from([None, 0.22])),
         residual=miss or draw(st.booleans()),
         join=draw(st.sampled_from(["add", "alpha", "subtraction"])),
@@ -63,6 +65,11 @@ def specs(draw, *, miss=False):
 
 def add(a, b, flip):
     return b + a if flip else a + b
+
+
+def add_widened(a, b, flip):
+    wide = add(spellings.widened(a), spellings.widened(b), flip)
+    return wide.to(a.dtype)
 
 
 def mul(a, b, flip):
@@ -108,12 +115,13 @@ def build(spec, reduce=spellings.functional, near_miss=None):
         y = view(first, spec.views[1])
         if near_miss == "gate in between":
             y = y * torch.sigmoid(shared[:, :1])
+        join = add_widened if spec.widened else add
         if spec.shared == "after":
-            y = add(y, shared, spec.flips[2])
+            y = join(y, shared, spec.flips[2])
         if spec.shared == "own all_reduce":
             own = reduce(shared)
             own = own if spec.own_scale is None else mul(own, spec.own_scale, spec.flips[5])
-            y = add(y, own, spec.flips[2])
+            y = join(y, own, spec.flips[2])
         if spec.output_scale is not None:
             y = mul(y, spec.output_scale, spec.flips[3])
         if spec.batched:

@@ -13,6 +13,10 @@ def gate(residual):
     return torch.sigmoid(residual[:, :1])
 
 
+def add_widened(a, b):
+    return (spellings.widened(a) + spellings.widened(b)).to(a.dtype)
+
+
 def scale_tensor(like):
     return torch.full((), SCALE, dtype=torch.float32).to(like.dtype).sigmoid()
 
@@ -63,6 +67,10 @@ PLACES = {
     ),
     "its own all_reduce": (
         tail(after=lambda y, s, x: y + spellings.functional(s)),
+        (PERMUTED, OWN, 2, 0),
+    ),
+    "its own all_reduce, both sums widened": (
+        tail(after=lambda y, s, x: add_widened(y, spellings.functional(s))),
         (PERMUTED, OWN, 2, 0),
     ),
     # the gate is replicated, which the graph does not say: the second all_reduce stays

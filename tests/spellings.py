@@ -169,6 +169,10 @@ UNMASKED = {
 FINALIZE = {**MASKED, **UNMASKED}
 
 
+def widened(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def norm_a(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

@@ -21,6 +21,7 @@ from families import (
     FAMILIES,
     FULLY_DYNAMIC,
     MARKED,
+    OWN,
     STATIC,
     UNTRACED,
     fields_of,
@@ -91,19 +92,17 @@ def test_a_family(tmp_path, name, experts, expert_parallel, dtype, shapes):
         shapes=shapes,
     )
     assert report.graphs == 1
-    is_half = dtype != "fp32"
-    norm = family.half if is_half else family.norm
-    shared = (family.half_shared if is_half else None) or family.shared
-    assert dict(report.refusals) == family.refused | (family.half_refused if is_half else {})
+    norm = family.norm if dtype == "fp32" else family.half
+    assert dict(report.refusals) == family.refused
     rows = family.rows or FORMS[experts]
     expected = Counter({("finalized", "none", norm): family.plain})
-    if shared is not None:
-        expected[rows, shared, norm] += 1
+    if family.shared is not None:
+        expected[rows, family.shared, norm] += 1
     assert Counter((s.finalize, s.shared, s.norm) for s in report.sites) == +expected
     symbolic = [not site.num_tokens.isdigit() for site in report.sites]
     assert symbolic == [shapes != "static"] * report.fused
     left = report.all_reduces_before - report.all_reduces_after
-    assert left == report.fused + (shared == "its own all_reduce")
+    assert left == report.fused + (family.shared == OWN)
 
 
 @pytest.mark.parametrize("name", UNTRACED)

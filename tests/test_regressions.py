@@ -538,17 +538,33 @@ def test_addends_that_the_graph_sums_in_fp32_are_not_summed_in_less(case, dtype)
     assert_untouched(sum_in_fp32(WIDE_ADDENDS[case]), reason, data)
 
 
-def test_sums_that_the_graph_adds_in_fp32_are_not_merged():
+KEPT_WIDE = {
+    "up to the residual": lambda d, y, z: wide(d.residual) + wide(z) + wide(y),
+    "three sums, rounded once": lambda d, y, z: (
+        wide(d.residual) + (wide(y) + wide(z) + wide(reduce(d.residual))).to(y.dtype)
+    ),
+    "scaled, then rounded": lambda d, y, z: (
+        wide(d.residual) + (wide(y) * 0.3 + wide(z)).to(y.dtype)
+    ),
+    "their sum scaled, then rounded": lambda d, y, z: (
+        wide(d.residual) + ((wide(y) + wide(z)) * 0.3).to(y.dtype)
+    ),
+}
+
+
+@HALVES
+@each(KEPT_WIDE)
+def test_sums_that_the_graph_adds_in_fp32_are_not_merged(case, dtype):
     """Two reductions became one whose sum of partials was rounded to the activation dtype."""
 
     def total_of(data):
-        total = wide(data.residual) + wide(reduce(data.shared.flip(0)))
-        return total + wide(reduce(data.shared))
+        return KEPT_WIDE[case](data, reduce(data.shared), reduce(data.shared.flip(0)))
 
-    data = inputs.make(tokens=256)
+    data = inputs.make(dtype, tokens=256)
     traced = trace(sum_in_fp32(total_of), *data.args())
-    assert traced.report.all_reduces_after == traced.report.all_reduces_before - 1 == 1
-    assert traced.report.fused == 1
+    fused = traced.report.fused
+    assert traced.report.all_reduces_after == traced.report.all_reduces_before - fused
+    assert fused == (case in ("up to the residual", "scaled, then rounded"))
     assert_exact(traced.output, sum_in_fp32(total_of), data)
 
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _ALIGNMENT_BYTES = 16
 _PERMUTATION = 2  # expanded_idx_to_permuted_idx among the op's tensors
+_SHAPE_OF_ROUTED = 2  # in a kind
+_PLANS_MAX = 1024  # kinds of calls; a model that serves has some dozens
 
 
 @dataclass(frozen=True)
@@ -36,38 +38,46 @@ class _Planned:
 
     group: weakref.ReferenceType[dist.ProcessGroup]
     config: FusionConfig
-    workspace: Workspace
+    workspace: weakref.ReferenceType[Workspace]
     launch: Launch
 
-    def holds(self, group_name: str) -> bool:
-        """Whether the group of that name is still the one, and the configuration too."""
+    def workspace_of(self, group_name: str) -> Workspace | None:
+        """The workspace, if the group of that name is still the one, and the configuration too."""
         group = self.group()
-        return (
+        same = (
             group is not None
             and group is known_group(group_name)
             and self.config is active_config()
         )
+        return self.workspace() if same else None
 
 
 _planned: dict[tuple[Any, ...], _Planned] = {}
 
 
-def _facts(tensor: Tensor | None) -> Any:
-    """What a tensor is, but for its numbers and where they are."""
-    if tensor is None:
-        return None
-    strides = tensor.is_contiguous() or tensor.stride()
-    alignment = tensor.data_ptr() % _ALIGNMENT_BYTES
-    return tensor.shape, tensor.dtype, strides, alignment, tensor.get_device()
+def _kind(
+    tensors: tuple[Tensor | None, ...], weight_bias: float, group_name: str
+) -> tuple[tuple[Any, ...], list[int | None]]:
+    """What checks and launch parameters depend on, and where the tensors are.
 
-
-def _kind(tensors: tuple[Tensor | None, ...], weight_bias: float, group_name: str) -> Any:
-    """What checks and launch parameters depend on: not R, which changes with the routing."""
-    facts = [*map(_facts, tensors)]
-    if facts[_PERMUTATION] is not None:
-        (_, *columns), *rest = facts[0]
-        facts[0] = (*columns, *rest)
-    return (group_name, weight_bias == 0.0, *facts)
+    It depends on what each tensor is but for its numbers and place, and not on R, which changes
+    with the routing.
+    """
+    kind: list[Any] = [group_name, weight_bias == 0.0]
+    addresses: list[int | None] = []
+    for tensor in tensors:
+        if tensor is None:
+            kind.append(None)
+            addresses.append(None)
+            continue
+        address = tensor.data_ptr()
+        addresses.append(address)
+        strides = tensor.is_contiguous() or tensor.stride()
+        alignment = address % _ALIGNMENT_BYTES
+        kind += tensor.shape, tensor.dtype, strides, alignment, tensor.get_device()
+    if tensors[_PERMUTATION] is not None:
+        kind[_SHAPE_OF_ROUTED] = kind[_SHAPE_OF_ROUTED][1:]
+    return tuple(kind), addresses
 
 
 def _split(operands: tuple[Any, ...]) -> tuple[tuple[Tensor | None, ...], tuple[float, ...]]:
@@ -90,51 +100,56 @@ def cuda_kernel(*operands: Any) -> tuple[Tensor, Tensor]:
             return cuda_kernel(*operands)
     tensors, scalars = _split(operands)
     group_name = operands[GROUP]
-    kind = _kind(tensors, scalars[1], group_name)
+    kind, addresses = _kind(tensors, scalars[1], group_name)
     planned = _planned.get(kind)
-    if planned is None or not planned.holds(group_name):
+    workspace = None if planned is None else planned.workspace_of(group_name)
+    if planned is None or workspace is None:
         args = TailArguments(operands[0], *tensors[1:-1], *scalars, tensors[-1])  # type: ignore[arg-type, call-arg]
-        answer = _plan(args, group_name, kind)
+        args.check()
+        group = group_to_reduce(group_name)
+        answer = _workspace_or_outputs(args, group)
         if isinstance(answer, tuple):
             return answer
-        planned = answer
-    planned.workspace.check()
+        planned, workspace = _plan(kind, args, group, answer), answer
+    workspace.check()
     if torch.cuda.is_current_stream_capturing():
-        note_capture(planned.group, planned.workspace)
+        note_capture(planned.group, workspace)
     else:
-        planned.workspace.order.take_turn(device)
-    return planned.launch(tensors, scalars)
+        workspace.order.take_turn(device)
+    return planned.launch(tensors, addresses, scalars)
 
 
-def _plan(
-    args: TailArguments, group_name: str, kind: tuple[Any, ...]
-) -> _Planned | tuple[Tensor, Tensor]:
-    """Plan the calls of this kind, or answer this one where they are not fused."""
-    args.check()
-    group = group_to_reduce(group_name)
+def _workspace_or_outputs(
+    args: TailArguments, group: dist.ProcessGroup | None
+) -> Workspace | tuple[Tensor, Tensor]:
+    """What to fuse a call like this one with, or this call's outputs where it is not fused."""
     if args.num_tokens == 0:
         return empty_outputs(args)
     from moe_fusion.kernels.composite import composite
-    from moe_fusion.kernels.fused_launch import plan_launch
 
     if group is None:
         return composite(args, None)
     found = workspace_for(
         args.num_tokens, args.hidden_dim, args.routed.dtype, group, top_k=args.top_k
     )
-    if isinstance(found, Refusal):
-        return composite(args, group)
-    launch = plan_launch(args, found)
-    planned = _Planned(weakref.ref(group), active_config(), found, launch)
-    _forget_destroyed_groups()
+    return composite(args, group) if isinstance(found, Refusal) else found
+
+
+def _plan(
+    kind: tuple[Any, ...],
+    args: TailArguments,
+    group: dist.ProcessGroup | None,
+    workspace: Workspace,
+) -> _Planned:
+    from moe_fusion.kernels.fused_launch import plan_launch
+
+    assert group is not None  # whose workspace this is
+    if len(_planned) >= _PLANS_MAX:
+        _planned.clear()
+    launch = plan_launch(args, workspace)
+    planned = _Planned(weakref.ref(group), active_config(), weakref.ref(workspace), launch)
     _planned[kind] = planned
     return planned
-
-
-def _forget_destroyed_groups() -> None:
-    for kind, planned in list(_planned.items()):
-        if planned.group() is None:
-            _planned.pop(kind, None)
 
 
 def empty_outputs(args: TailArguments) -> tuple[Tensor, Tensor]:

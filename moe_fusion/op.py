@@ -108,18 +108,21 @@ def _is_plain(operands: tuple[Any, ...]) -> bool:
     """Whether these are CUDA tensors of no subclass, and nothing is tracing or faking."""
     if not operands[0].is_cuda or torch._C._len_torch_dispatch_stack():
         return False
-    return all(type(x) in _PLAIN for x in operands[:EPS])
+    return _PLAIN.issuperset(map(type, (*operands[:EPS], *operands[GROUP + 1 :])))
 
 
 def _above_autograd(op: Any) -> Callable[..., Any]:
     """What :func:`torch.library.register_autograd` would do, 40 us a call sooner."""
 
     def kernel(*operands: Any) -> Any:
-        tensors = (x for x in operands if isinstance(x, Tensor))
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        if torch.is_grad_enabled() and any(
+            isinstance(x, Tensor) and x.requires_grad for x in operands
+        ):
             return _InferenceOnly.apply(op, *operands)
+        if _is_plain(operands):
+            return cuda_kernel(*operands)
         with torch._C._AutoDispatchBelowAutograd():
-            return (cuda_kernel if _is_plain(operands) else op)(*operands)
+            return op(*operands)
 
     return kernel
 

@@ -6,7 +6,7 @@ a further call of that kind makes two allocations and one launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,6 @@ from moe_fusion.kernels.launch import (
 
 NANOSECONDS_PER_SECOND = 1_000_000_000
 PROGRAMMATIC_LAUNCH_CAPABILITY = (9, 0)
-TENSORS = 10  # of a call, which come first: two outputs and the op's own
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,9 @@ class Launch:
     """A call of one kind, ready to be made.
 
     Attributes:
-        run: takes the kernel's arguments, tensors as addresses, and launches it.
+        run: takes the kernel's arguments, the op's tensors as ``passed`` has them, and launches it.
         direct: the operands can be read as they are; else rows are copied first.
+        passed: copies of the op's tensors as the kernel takes them.
         before_scalars: the kernel's arguments from ``state`` to ``timeout_ns``.
         after_scalars: those from ``peer_0`` on.
         outputs: makes both.
@@ -47,25 +47,37 @@ class Launch:
 
     run: Callable[..., None]
     direct: bool
+    passed: Callable[[tuple[Tensor | None, ...]], Sequence[Tensor | int | None]]
     before_scalars: tuple[Any, ...]
     after_scalars: tuple[Any, ...]
     outputs: Callable[[], tuple[Tensor, Tensor]]
 
     def __call__(
-        self, tensors: tuple[Tensor | None, ...], scalars: tuple[float, ...]
+        self,
+        tensors: tuple[Tensor | None, ...],
+        addresses: Sequence[int | None],
+        scalars: tuple[float, ...],
     ) -> tuple[Tensor, Tensor]:
         """Launch on the current stream.
 
         Args:
             tensors: the op's, in its order.
+            addresses: theirs.
             scalars: eps, weight bias, routed scaling factor and output scale.
         """
         norm_out, residual_out = self.outputs()
-        readable = tensors if self.direct else _readable(tensors)
-        self.run(
-            norm_out, residual_out, *readable, *self.before_scalars, *scalars, *self.after_scalars
-        )
+        before, after = self.before_scalars, self.after_scalars
+        if self.direct:
+            self.run(norm_out, residual_out, *addresses, *before, *scalars, *after)
+        else:
+            copies = _readable(tensors)
+            self.run(norm_out, residual_out, *self.passed(copies), *before, *scalars, *after)
         return norm_out, residual_out
+
+
+def addresses_of(tensors: Sequence[Tensor | None]) -> list[int | None]:
+    """Where tensors begin, None for those that are absent."""
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def _readable(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -133,14 +145,13 @@ def _launcher(compiled: CompiledKernel, blocks: int, device: int) -> Callable[..
     hooked = compiled[blocks, 1, 1]
     hooks = triton.knobs.runtime
 
-    def launch(*arguments: Any) -> None:
+    def launch(norm_out: Tensor, residual_out: Tensor, *rest: Any) -> None:
+        outputs = norm_out.data_ptr(), residual_out.data_ptr()
         if _is_set(hooks.launch_enter_hook) or _is_set(hooks.launch_exit_hook):
-            hooked(*arguments)
+            hooked(*outputs, *rest)
             return
         stream = torch._C._cuda_getCurrentRawStream(device)
-        addresses = [None if x is None else x.data_ptr() for x in arguments[:TENSORS]]
-        rest = arguments[TENSORS:]
-        run(blocks, 1, 1, stream, function, metadata, None, None, None, *addresses, *rest)
+        run(blocks, 1, 1, stream, function, metadata, None, None, None, *outputs, *rest)
 
     return launch
 
@@ -185,11 +196,14 @@ def plan_launch(
     scalars = (1.0, 1.0, 1.0, 1.0)
     arguments = (*outputs(), *tensors, *before_scalars, *scalars, *workspace.peers)
     constants = _constants(args, workspace, chosen)
-    if constants["BACKEND"] != "interpreter":  # which takes tensors only
+    interpreted = constants["BACKEND"] == "interpreter"  # which takes tensors only
+    if not interpreted:
         before_scalars = tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in before_scalars)
+    as_given = all(one is two for one, two in zip(tensors, op_tensors(args), strict=True))
     return Launch(
         run=_load(chosen.blocks, arguments, constants, chosen.registers),
-        direct=all(one is two for one, two in zip(tensors, op_tensors(args), strict=True)),
+        direct=as_given and not interpreted,
+        passed=list if interpreted else addresses_of,
         before_scalars=before_scalars,
         after_scalars=(*workspace.peers, *constants.values()),
         outputs=outputs,
@@ -210,4 +224,5 @@ def fused(
         ``norm_out`` and ``residual_out``, [T, H] each.
     """
     scalars = (args.eps, args.weight_bias, args.routed_scaling_factor, args.output_scale)
-    return plan_launch(args, workspace, parameters)(op_tensors(args), scalars)
+    tensors = op_tensors(args)
+    return plan_launch(args, workspace, parameters)(tensors, addresses_of(tensors), scalars)

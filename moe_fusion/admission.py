@@ -84,7 +84,19 @@ def admit(
         )
     if top_k is not None and not 1 <= top_k <= limits.TOP_K_MAX_EXPERTS:
         return Refusal(f"top-k: expected 1 to {limits.TOP_K_MAX_EXPERTS} experts, got {top_k}")
-    return None
+    return _refuse_width(hidden_dim * dtype.itemsize, topology)
+
+
+def _refuse_width(row_bytes: int, topology: Topology) -> Refusal | None:
+    """Whether a rank's multiprocessors hold all blocks of one row at once, which it needs."""
+    blocks = -(-row_bytes // limits.SEGMENT_BYTES)
+    needed, found = -(-blocks // limits.RESIDENT_BLOCKS_MIN), topology.own_multiprocessors
+    if topology.device_type != "cuda" or found >= needed:
+        return None
+    return Refusal(
+        f"multiprocessors: expected at least {needed} a rank for rows of {row_bytes} bytes, "
+        f"got {found}"
+    )
 
 
 def _refuse_machine(topology: Topology) -> Refusal | None:

@@ -15,7 +15,6 @@ from moe_fusion.errors import PeerTimeoutError
 
 PEERS = 8  # addresses that the kernel takes: the largest world size
 STATE_WORDS = 4  # of int64: see moe_fusion.kernels.fused
-SEGMENT_BYTES = 2048  # of a row, each with a sum of squares: see moe_fusion.kernels.fused
 
 
 @dataclass
@@ -122,4 +121,4 @@ def square_sum_words(capacity_bytes: int, ceiling: int) -> int:
         ceiling: the most rows of a call, if the configuration has more than the table ever has.
     """
     rows = max(ceiling, limits.TOKEN_CEILING_MAX_TOKENS)
-    return rows + capacity_bytes // SEGMENT_BYTES
+    return rows + capacity_bytes // limits.SEGMENT_BYTES

@@ -113,6 +113,13 @@ ANSWER_GRACE_S = 1.0
 # Source: far above the time between ranks that start a compile together, far below a compile; a
 # rank waits for it once, where it would otherwise not use the compile caches.
 
+SEGMENT_BYTES = 2048
+# Source: of a row, the share of one block; one 16-byte unit for each of its 128 threads.
+
+RESIDENT_BLOCKS_MIN = 5
+# Source: blocks that one multiprocessor holds at least (moe_fusion.kernels.launch.RESIDENCY). The
+# blocks that share a row wait for each other, so all of them must be resident.
+
 COMPUTE_CAPABILITY_MIN = (8, 0)
 # Source: the oldest target that the kernels are compiled for in tests (bf16 arithmetic).
 

@@ -13,6 +13,7 @@ from conftest import make_fake_group
 from moe_fusion import FusionConfig, admits, limits
 from moe_fusion.admission import Refusal, admit, over_ceiling, token_ceiling
 from moe_fusion.config import set_active_config
+from moe_fusion.kernels.launch import RESIDENCY, launch_parameters
 from moe_fusion.topology import Topology, known_groups, probe, resolve_group
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -30,6 +31,7 @@ H200 = {
     "device_type": "cuda",
     "device_name": "NVIDIA H200",
     "capability": (9, 0),
+    "multiprocessors": 132,
     "symmetric_memory": "CUDA",
 }
 
@@ -80,6 +82,14 @@ REASONS = {
         H200 | {"peers_reachable": False},
         "peer access: expected every rank's device to be reachable, got no access",
     ),
+    "a slice of a device": (
+        H200 | {"hidden": 16384, "dtype": FP32, "multiprocessors": 6},
+        "multiprocessors: expected at least 7 a rank for rows of 65536 bytes, got 6",
+    ),
+    "a shared slice of a device": (
+        H200 | {"world_size": 8, "multiprocessors": 8, "shared_device": True},
+        "multiprocessors: expected at least 2 a rank for rows of 14336 bytes, got 1",
+    ),
     "too many experts": ({"top_k": 33}, "top-k: expected 1 to 32 experts, got 33"),
 }
 
@@ -107,11 +117,30 @@ def test_each_reason(name):
         {"top_k": None},
         H200,
         H200 | {"capability": (8, 0)},
+        H200 | {"hidden": 16384, "dtype": FP32, "multiprocessors": 7},
+        H200 | {"world_size": 8, "multiprocessors": 16, "shared_device": True},
     ],
     ids=str,
 )
 def test_each_limit_is_inclusive(changes):
     assert ask(**changes) is None
+
+
+def test_what_is_admitted_is_resident():
+    """Blocks that share a row wait for each other: one that is not resident is waited for."""
+    assert min(each.blocks for each in RESIDENCY.values()) == limits.RESIDENT_BLOCKS_MIN
+    machines = itertools.product(limits.FUSED_WORLD_SIZES, (1, 2, 3, 6, 7, 14, 16, 132))
+    for (world_size, found), dtype in itertools.product(machines, limits.DTYPES):
+        for hidden in (16, 1024, 2056, 7168, 16384):
+            machine = H200 | {"multiprocessors": found}
+            if ask(hidden=hidden, dtype=dtype, world_size=world_size, **machine) is not None:
+                continue
+            for tokens in (1, 2, 64, 512):
+                chosen = launch_parameters(
+                    tokens, hidden, dtype, world_size, top_k=8, multiprocessors=found
+                )
+                residency = RESIDENCY[world_size, chosen.once]
+                assert chosen.blocks <= found * residency.blocks
 
 
 def test_the_refusal_of_a_large_batch():

@@ -12,9 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from moe_fusion.buffers import SEGMENT_BYTES
 from moe_fusion.contract import TailArguments
-from moe_fusion.limits import HIDDEN_DIM_MULTIPLE_ELEMENTS
+from moe_fusion.limits import HIDDEN_DIM_MULTIPLE_ELEMENTS, SEGMENT_BYTES
 
 WARP_THREADS = 32
 UNIT_BYTES = 16

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from moe_fusion import buffers, limits
+from moe_fusion.kernels import launch
 from moe_fusion.kernels.exchange import push, told, wait_and_sum, warn
-from moe_fusion.kernels.launch import SEGMENT_BYTES, SEGMENT_THREADS
 from moe_fusion.kernels.rows import narrow, residual_sum, scaled_norm, widen
 from moe_fusion.kernels.words import SENTINEL_WORD, to_words
 
@@ -22,8 +22,8 @@ STATE_MISSING = tl.constexpr(2)  # ranks that did not arrive, one bit each: stic
 
 PEERS = tl.constexpr(buffers.PEERS)
 SLOTS = tl.constexpr(limits.SLOTS_OF_A_WORKSPACE)
-UNITS = tl.constexpr(SEGMENT_THREADS)
-UNIT_BYTES = tl.constexpr(SEGMENT_BYTES // SEGMENT_THREADS)
+UNITS = tl.constexpr(launch.SEGMENT_THREADS)
+UNIT_BYTES = tl.constexpr(launch.UNIT_BYTES)
 
 
 @triton.jit

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import collect_seldom
 
 torch.set_num_threads(1)
+collect_seldom()
 # Inductor's pool of compile workers costs more than the few kernels that the tests compile.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # To find out which vector instructions the compiler knows takes longer than the kernels do.

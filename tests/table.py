@@ -18,7 +18,7 @@ import spellings
 import torch
 from arithmetic import BIASED, SCALED_AFTER, SCALED_BEFORE, SIGNED_AFTER, SIGNED_BEFORE, WITH_ADDEND
 from checks import error
-from families import GATED
+from families import GATED, OVERFLOW
 from refused_tails import CASES
 from shared_places import PLACES
 from tracing import trace
@@ -30,7 +30,6 @@ TOKENS = 10
 
 NONE, BEFORE, AFTER = "none", "before the all_reduce", "after the all_reduce"
 FORMS = {"token-major": "token-major rows", "einsum": "token-major rows"}
-OVERFLOW = "an addend that is scaled up alone could overflow float16"
 
 
 @dataclass(frozen=True)

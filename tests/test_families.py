@@ -21,6 +21,7 @@ from families import (
     FAMILIES,
     FULLY_DYNAMIC,
     MARKED,
+    OVERFLOW,
     OWN,
     STATIC,
     UNTRACED,
@@ -93,16 +94,18 @@ def test_a_family(tmp_path, name, experts, expert_parallel, dtype, shapes):
     )
     assert report.graphs == 1
     norm = family.norm if dtype == "fp32" else family.half
-    assert dict(report.refusals) == family.refused
+    overflows = family.overflows and (dtype, shapes) == ("fp16", "dynamic")
+    shared = None if overflows else family.shared
+    assert dict(report.refusals) == family.refused | ({OVERFLOW: 1} if overflows else {})
     rows = family.rows or FORMS[experts]
     expected = Counter({("finalized", "none", norm): family.plain})
-    if family.shared is not None:
-        expected[rows, family.shared, norm] += 1
+    if shared is not None:
+        expected[rows, shared, norm] += 1
     assert Counter((s.finalize, s.shared, s.norm) for s in report.sites) == +expected
     symbolic = [not site.num_tokens.isdigit() for site in report.sites]
     assert symbolic == [shapes != "static"] * report.fused
     left = report.all_reduces_before - report.all_reduces_after
-    assert left == report.fused + (family.shared == OWN)
+    assert left == report.fused + (shared == OWN)
 
 
 @pytest.mark.parametrize("name", UNTRACED)

@@ -34,22 +34,17 @@ class Addend:
 
     Attributes:
         node: the addend.
+        dtype: to which the sum is rounded, see :func:`added_in`; the addend itself may be narrower.
         scale: a constant factor.
         tensor_scales: factors that are tensors of one element.
         is_vector: it is one vector for every row, such as a bias, instead of the sum's shape.
-        rounded: it is widened to be added, and the sum rounded at once: as if added unwidened.
     """
 
     node: Node
+    dtype: torch.dtype
     scale: float = 1.0
     tensor_scales: tuple[Node, ...] = ()
     is_vector: bool = False
-    rounded: bool = False
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype in which it is added."""
-        return dtype(strip_casts(self.node) if self.rounded else self.node)
 
     @property
     def scaled(self) -> bool:
@@ -83,14 +78,18 @@ def adds_vector(addend: Any, node: Node, total: Node) -> bool:
     return one_row and same_shape(shape(total), shape(node))
 
 
-def rounds_at_once(total: Node) -> bool:
-    """Whether ``total`` widens both its terms, and all that reads it rounds it to their dtype."""
+def added_in(total: Node) -> torch.dtype:
+    """The dtype to which ``total``, a sum, is rounded: its own, or that of both its terms.
+
+    The latter where it widens them and all that reads it rounds it back: as if added unwidened.
+    """
     pair, user = terms(total), sole_user(total)
     while user is not None and keeps_rows(user):
         user = sole_user(user)
     if pair is None or user is None or not is_cast(user):
-        return False
-    return all(has_value(n) and dtype(strip_casts(n)) == dtype(user) for n, _ in pair)
+        return dtype(total)
+    rounded = all(has_value(n) and dtype(strip_casts(n)) == dtype(user) for n, _ in pair)
+    return dtype(user if rounded else total)
 
 
 def opened(addends: list[Addend]) -> tuple[list[Addend], list[Node]]:
@@ -121,13 +120,13 @@ def _parts(addend: Addend) -> list[Addend]:
     node = addend.node
     if sole_user(node) is None or addend.is_vector:
         return []
-    if addend.rounded and is_widening(node):
+    if is_widening(node) and dtype(arg(node, 0)) == addend.dtype:
         return [replace(addend, node=arg(node, 0))]
     pair = add_operands(node)
     if pair is not None and not addend.may_overflow:
-        rounded = rounds_at_once(node)
+        wanted = added_in(node)
         parts = [
-            replace(addend, node=n, is_vector=adds_vector(n, node, node), rounded=rounded)
+            replace(addend, node=n, dtype=wanted, is_vector=adds_vector(n, node, node))
             for n in pair
         ]
         return parts if all(p.is_vector or adds_rows(p.node, node) for p in parts) else []

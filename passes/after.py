@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moe_fusion.passes.addends import Addend, adds_rows, adds_vector, opened, rounds_at_once, times
+from moe_fusion.passes.addends import Addend, added_in, adds_rows, adds_vector, opened, times
 from moe_fusion.passes.collectives import AllReduce, is_all_reduce
 from moe_fusion.passes.merge import Merged, merge
 from moe_fusion.passes.nodes import (
@@ -150,11 +150,11 @@ def _advance(path: _Path) -> NoMatch | None:
         path.multiply(sum(own))
         path.step(user)
         return _overflow(path.addends, user)
-    for (operand, factor, tensors), other in itertools.permutations(terms, 2):
-        vector = adds_vector(other[0], node, user)
-        if operand is node and other[0] is not node and (vector or adds_rows(other[0], node)):
+    for (operand, factor, tensors), (other, scale, scales) in itertools.permutations(terms, 2):
+        vector = adds_vector(other, node, user)
+        if operand is node and other is not node and (vector or adds_rows(other, node)):
             path.multiply(factor, *tensors)
-            path.addends.append(Addend(*other, vector, rounds_at_once(user)))
+            path.addends.append(Addend(other, added_in(user), scale, scales, vector))
             path.step(user)
             return _overflow(path.addends[-1:], user)
     scaled = _scaled(node, user)
@@ -230,7 +230,7 @@ def _residual_sum(path: _Path, norm: Norm) -> ResidualSum:
     if norm.added is None:
         return ResidualSum(path.node, path.node, path.node.meta["val"])
     path.interior.append(path.node)
-    path.addends.append(Addend(norm.added.addend))
+    path.addends.append(Addend(norm.added.addend, norm.added.total.value.dtype))
     return norm.added.total
 
 

@@ -145,14 +145,19 @@ class Emitter:
             first = self.cast(first, torch.float32)
         return self.scaled(first, 1.0, tuple(others))
 
-    def total(self, nodes: list[Node]) -> Node | None:
-        """The sum of ``nodes``, None for none."""
-        if not nodes:
+    def total(self, terms: list[tuple[Node, float, tuple[Node, ...]]]) -> Node | None:
+        """The sum of the nodes, each times its factors, rounded once to their dtype."""
+        if not terms:
             return None
-        result = nodes[0]
-        for node in nodes[1:]:
-            result = self.call(aten.add.Tensor, result, node)
-        return result
+        roundings = sum((abs(factor) != 1.0) + len(tensors) for _, factor, tensors in terms)
+        activation = dtype(terms[0][0])
+        wanted = torch.float32 if roundings + len(terms) > 2 else activation
+        first, *others = (
+            self.scaled(self.cast(node, wanted), factor, tensors) for node, factor, tensors in terms
+        )
+        for other in others:
+            first = self.call(aten.add.Tensor, first, other)
+        return self.cast(first, activation)
 
 
 def _static(size: Size) -> int:

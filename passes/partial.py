@@ -39,9 +39,13 @@ from moe_fusion.passes.routing import in_token_order
 
 @dataclass(frozen=True)
 class Shared:
-    """An addend of the partial, and what multiplies it: a constant and tensors of one element."""
+    """An addend of the partial, and what multiplies it: a constant and tensors of one element.
+
+    ``dtype`` is that of the sum; the addend itself may be narrower.
+    """
 
     node: Node
+    dtype: torch.dtype
     scale: float = 1.0
     tensor_scales: tuple[Node, ...] = ()
 
@@ -88,7 +92,8 @@ def _with_finalize(node: Node) -> Partial | None:
     """The partial that ends at ``node``, if there is a finalize in it."""
     finalize = match_finalize(node)
     if finalize is not None:
-        shared = () if finalize.base is None else (Shared(finalize.base),)
+        base = finalize.base
+        shared = () if base is None else (Shared(base, dtype(base)),)
         return Partial(node, finalize, finalize.scale, shared=shared, interior=finalize.interior)
     if keeps_rows(node) or is_cast(node):
         inner = _with_finalize(arg(node, 0))
@@ -119,8 +124,8 @@ def _with_shared(node: Node) -> Partial | None:
             continue
         inner = _with_finalize(operand)
         if inner is not None:
-            inner = inner.scaled(factor)
-            return replace(inner, shared=(*inner.shared, Shared(other, weight))).under(node)
+            inner, added = inner.scaled(factor), Shared(other, dtype(node), weight)
+            return replace(inner, shared=(*inner.shared, added)).under(node)
     return _with_multiply_add(node)
 
 
@@ -138,7 +143,7 @@ def _with_multiply_add(node: Node) -> Partial | None:
         # It rounds once, where the sum of two addends would be rounded as well.
         if inner is not None and not inner.shared:
             inner = inner.scaled(value).scaled_by(scale)
-            return replace(inner, shared=(Shared(base),)).under(node)
+            return replace(inner, shared=(Shared(base, dtype(node)),)).under(node)
     return None
 
 
@@ -165,14 +170,14 @@ def match_partial(node: Node, activation: torch.dtype) -> Partial:
 
 
 def _rounds_elsewhere(shared: Shared, count: int, activation: torch.dtype) -> bool:
-    """Whether to scale or add up ``count`` addends in their own dtype would lose something.
+    """Whether to scale or add up ``count`` addends in the activation dtype would lose something.
 
     The graph may do so in fp32; and in fp16 an addend may overflow where the sum does not.
     """
     changed = abs(shared.scale) != 1.0 or count > 1 or bool(shared.tensor_scales)
     grows = abs(shared.scale) > 1.0 or bool(shared.tensor_scales)
     overflows = activation == torch.float16 and grows
-    return (changed and dtype(shared.node) != activation) or overflows
+    return (changed and shared.dtype != activation) or overflows
 
 
 def _misshapen(finalize: Finalize, node: Node) -> bool:

@@ -101,11 +101,11 @@ def _emit_call(emit: Emitter, tail: Tail) -> Node:
     )
 
 
-def _emit_addend(emit: Emitter, addend: Addend) -> Node:
-    """What is added after the reduction: [T, H], or a vector of H."""
+def _emit_addend(emit: Emitter, addend: Addend) -> tuple[Node, float, tuple[Node, ...]]:
+    """What is added after the reduction, [T, H] or a vector of H, and its factors."""
     source = strip_casts(addend.node)
     node = emit.reshape(source, -1) if addend.is_vector else emit.rows(source)
-    return emit.scaled(node, addend.scale, addend.tensor_scales)
+    return node, addend.scale, addend.tensor_scales
 
 
 def _fake_outputs(tail: Tail, *operands: object) -> tuple[Tensor, Tensor]:
@@ -125,8 +125,8 @@ def _fake_outputs(tail: Tail, *operands: object) -> tuple[Tensor, Tensor]:
 def _emit_partial(emit: Emitter, tail: Tail) -> tuple[Node, Node | None, Node | None, Node | None]:
     """The op's first four operands: rows, weights, map, and the other addends of the partial."""
     first, *others = tail.partials
-    shared = [emit.scaled(emit.rows(s.node), s.scale, s.tensor_scales) for s in first.shared]
-    shared += [emit.scaled(emit.rows(p.routed), p.scale) for p in others]
+    shared = [(emit.rows(s.node), s.scale, s.tensor_scales) for s in first.shared]
+    shared += [(emit.rows(p.routed), p.scale, p.tensor_scales) for p in others]
     if first.finalize is None:
         return emit.rows(first.routed), None, None, emit.total(shared)
     weights, index = emit_routing(emit, first.finalize, first.tensor_scales, first.tensor_divisors)

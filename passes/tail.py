@@ -122,7 +122,8 @@ def _sent(first: AllReduce, after: After) -> Tail:
     """The tail with what each reduction sends.
 
     The op has one finalize: the reduction that has it comes first, the others are addends, taken as
-    they are. Where their sums' scales differ, the partials take them.
+    they are. Where their sums' scales differ, the partials take them: that of the first one rounds
+    nothing.
     """
     sums = [(first, after.output_scale), *((m.all_reduce, m.scale) for m in after.merged)]
     if any(scale != after.output_scale for _, scale in sums):
@@ -130,7 +131,10 @@ def _sent(first: AllReduce, after: After) -> Tail:
     else:
         sums = [(all_reduce, 1.0) for all_reduce, _ in sums]
     partials = [match_partial(ar.input, dtype(ar.input)) for ar, _ in sums]
-    order = sorted(range(len(sums)), key=lambda place: partials[place].finalize is None)
+    order = sorted(
+        range(len(sums)),
+        key=lambda place: (partials[place].finalize is None, abs(sums[place][1]) == 1.0),
+    )
     (leader, scale), *others = (sums[place] for place in order)
     sent = [partials[order[0]].scaled(scale)]
     sent += [Partial(all_reduce.input, scale=factor) for all_reduce, factor in others]

@@ -525,6 +525,15 @@ WIDE_ADDENDS = {
     "subtracted and scaled": lambda d: (
         wide(d.residual) + (wide(reduce(d.shared.flip(1))) - wide(d.shared)) * 0.3
     ),
+    "scaled, widened by the add": lambda d: (
+        wide(d.residual) + (wide(reduce(d.shared.flip(1))) + d.shared) * 0.3
+    ),
+    "scaled by alpha, widened by the add": lambda d: torch.add(
+        wide(d.residual) + reduce(d.shared.flip(1)), d.shared, alpha=0.3
+    ),
+    "two, widened by the add": lambda d: (
+        wide(d.residual) + reduce(d.shared.flip(1)) + d.shared + d.shared.flip(0)
+    ),
 }
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
@@ -540,6 +549,7 @@ def test_addends_that_the_graph_sums_in_fp32_are_not_summed_in_less(case, dtype)
 
 KEPT_WIDE = {
     "up to the residual": lambda d, y, z: wide(d.residual) + wide(z) + wide(y),
+    "up to the residual, widened by the add": lambda d, y, z: wide(d.residual) + z + y,
     "three sums, rounded once": lambda d, y, z: (
         wide(d.residual) + (wide(y) + wide(z) + wide(reduce(d.residual))).to(y.dtype)
     ),
@@ -564,8 +574,36 @@ def test_sums_that_the_graph_adds_in_fp32_are_not_merged(case, dtype):
     traced = trace(sum_in_fp32(total_of), *data.args())
     fused = traced.report.fused
     assert traced.report.all_reduces_after == traced.report.all_reduces_before - fused
-    assert fused == (case in ("up to the residual", "scaled, then rounded"))
+    assert fused == (case.startswith("up to the residual") or case == "scaled, then rounded")
     assert_exact(traced.output, sum_in_fp32(total_of), data)
+
+
+@HALVES
+@pytest.mark.parametrize("first", [False, True], ids=["scaled second", "scaled first"])
+def test_a_scaled_partial_is_rounded_no_more_than_its_sum(first, dtype):
+    """The second was scaled in the activation dtype, where the graph scales its sum in fp32."""
+
+    def total_of(data):
+        scaled = reduce(data.shared) if first else None
+        plain = reduce(data.shared.flip(0) * 0.05)
+        scaled = reduce(data.shared) if scaled is None else scaled
+        return wide(data.residual) + torch.add(wide(plain), wide(scaled), alpha=0.3).to(plain.dtype)
+
+    data = inputs.make(dtype, tokens=256)
+    traced = assert_fused(sum_in_fp32(total_of), data, shared="its own all_reduce")
+    assert traced.report.all_reduces_before == 2
+
+
+def test_an_addend_with_several_factors_is_rounded_once():
+    """Each of its factors rounded it, where the graph multiplies in fp32."""
+
+    def total_of(data):
+        y = wide(reduce(data.shared.flip(0) * 0.05) + data.shared)
+        one, two = wide(data.norm_weight[0]).exp(), wide(data.norm_weight[1]).sin()
+        return wide(data.residual) * 0.01 + y * one * two * 0.3
+
+    data = inputs.make(tokens=256)
+    assert_fused(sum_in_fp32(total_of), data, shared="after the all_reduce")
 
 
 WIDE_PARTIALS = {
@@ -574,6 +612,15 @@ WIDE_PARTIALS = {
         finalize(wide(d.rows), wide(d.weights), d.index) + wide(d.shared) + wide(d.shared.flip(0))
     ),
     "divided": lambda d: finalize(wide(d.rows), wide(d.weights), d.index) + wide(d.shared) / 3.0,
+    "scaled, widened by the add": lambda d: (
+        (finalize(wide(d.rows), wide(d.weights), d.index) + d.shared) * 0.3
+    ),
+    "scaled, widened by the weights": lambda d: (
+        (finalize(d.rows, wide(d.weights), d.index) + d.shared) * 0.3
+    ),
+    "two, widened by the add": lambda d: (
+        finalize(wide(d.rows), wide(d.weights), d.index) + d.shared + d.shared.flip(0)
+    ),
 }
 
 

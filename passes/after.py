@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from moe_fusion.op import OP, OP_EPS_TENSOR
 from moe_fusion.passes.addends import Addend, added_in, adds_rows, adds_vector, opened, times
 from moe_fusion.passes.collectives import AllReduce, is_all_reduce
 from moe_fusion.passes.merge import Merged, merge
@@ -23,6 +24,7 @@ from moe_fusion.passes.nodes import (
     NoMatch,
     add_operands,
     aten,
+    calls,
     describe,
     dtype,
     has_value,
@@ -125,6 +127,8 @@ def _what_comes_between(node: Node, user: Node) -> str:
         return "a view splits the rows"
     if is_all_reduce(user):
         return "two all_reduces are chained"
+    if calls(user, OP, OP_EPS_TENSOR):
+        return "the sum is an operand of another tail, which is reduced apart"
     if mul_operands(user) is not None and same_shape(shape(user), shape(node)):
         return (
             "the sum is multiplied by several elements that may differ by rank: expected one number"

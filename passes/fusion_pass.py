@@ -18,7 +18,7 @@ from moe_fusion.passes.identity import answer_early, cache_key
 from moe_fusion.passes.nodes import NoMatch, dtype, has_value
 from moe_fusion.passes.partial import match_partial
 from moe_fusion.passes.render import node_texts
-from moe_fusion.passes.report import FusionReport, Site, describe_left, describe_tail
+from moe_fusion.passes.report import FusionReport, Left, Site, describe_left, describe_tail
 from moe_fusion.passes.rewrite import rewrite
 from moe_fusion.passes.surroundings import surroundings
 from moe_fusion.passes.tail import Tail, match_tail
@@ -68,27 +68,32 @@ class MoEFusionPass(CustomGraphPass):
         report = self.report
         anchors = all_reduce_nodes(graph)
         index, report.graphs = report.graphs, report.graphs + 1
-        fused_before, left_before = report.fused, len(report.left)
+        fused_before = report.fused
         refused = refuse_graph(graph)
         disagreed = {} if refused else disagreements(anchors, self.config)
         if anchors:
             erase_assertions(graph)
         report.called += sum(node.target in (OP, OP_EPS_TENSOR) for node in graph.nodes)
+        refusals: dict[Node, Left] = {}
         for order, node in enumerate(anchors):
             if not node._erased:
-                self._visit(graph, node, (index, order), refused, disagreed)
-        remaining = len(all_reduce_nodes(graph))
+                left = self._visit(graph, node, (index, order), refused, disagreed)
+                refusals |= {} if left is None else {node: left}
+        # One that was refused may have become a part of a tail since.
+        remaining = [(node, left) for node, left in refusals.items() if not node._erased]
+        for node, left in remaining:
+            self._refuse(node, left)
         report.all_reduces_before += len(anchors)
-        report.all_reduces_after += remaining
+        report.all_reduces_after += len(all_reduce_nodes(graph))
         if report.fused > fused_before:
             graph.lint()
-        reasons = dict.fromkeys(left.reason for left in report.left[left_before:])
+        reasons = dict.fromkeys(left.reason for _, left in remaining)
         logger.info(
             "graph %d: fused %d tails, all_reduces %d -> %d%s",
             index,
             report.fused - fused_before,
             len(anchors),
-            remaining,
+            len(all_reduce_nodes(graph)),
             "".join(f"; left: {reason}" for reason in reasons),
         )
 
@@ -99,7 +104,8 @@ class MoEFusionPass(CustomGraphPass):
         where: tuple[int, int],
         refused: NoMatch | None,
         disagreed: dict[str, Refusal],
-    ) -> None:
+    ) -> Left | None:
+        """Fuse the tail of ``node``, or say why not."""
         match = refused or match_tail(node)
         refusal: NoMatch | Refusal | None
         if isinstance(match, NoMatch):
@@ -109,8 +115,11 @@ class MoEFusionPass(CustomGraphPass):
         if refusal is None:
             assert isinstance(match, Tail)
             refusal = self._fuse(graph, match, where)
-        if refusal is not None:
-            self._refuse(graph, node, where, refusal)
+        if refusal is None:
+            return None
+        stopped_at = refusal.node if isinstance(refusal, NoMatch) else None
+        nodes = node_texts(graph, surroundings(node, stopped_at)) if self.render else ()
+        return describe_left(node, where, refusal.reason, stopped_at, nodes)
 
     def _fuse(self, graph: Graph, tail: Tail, where: tuple[int, int]) -> NoMatch | None:
         facts = describe_tail(tail, where, resolve_group(tail.anchor.group).size())
@@ -124,17 +133,12 @@ class MoEFusionPass(CustomGraphPass):
         self.report.sites.append(Site(**facts, nodes_before=before, nodes_after=after))
         return None
 
-    def _refuse(
-        self, graph: Graph, node: Node, where: tuple[int, int], refusal: NoMatch | Refusal
-    ) -> None:
-        stopped_at = refusal.node if isinstance(refusal, NoMatch) else None
-        nodes = node_texts(graph, surroundings(node, stopped_at)) if self.render else ()
-        left = describe_left(node, where, refusal.reason, stopped_at, nodes)
+    def _refuse(self, node: Node, left: Left) -> None:
         self.report.left.append(left)
         logger.debug("%s", left)
         if self.config.strict and _ends_a_finalize(node):
             anchor = f"{node.name} ({left.source})" if left.source else node.name
-            raise UnfusedTailError(anchor, refusal.reason)
+            raise UnfusedTailError(anchor, left.reason)
 
     def uuid(self) -> bytes | None:
         """Identifies the pass in compile-cache keys: another answer here means another graph.

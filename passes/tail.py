@@ -136,9 +136,16 @@ def _sent(first: AllReduce, after: After) -> Tail:
         key=lambda place: (partials[place].finalize is None, abs(sums[place][1]) == 1.0),
     )
     (leader, scale), *others = (sums[place] for place in order)
-    sent = [partials[order[0]].scaled(scale)]
-    sent += [Partial(all_reduce.input, scale=factor) for all_reduce, factor in others]
-    return Tail((leader, *(all_reduce for all_reduce, _ in others)), tuple(sent), after)
+    sent = [Partial(all_reduce.input, scale=factor) for all_reduce, factor in others]
+    routed = partials[order[0]].scaled(scale)
+    read = {*(each.routed for each in sent), *(each.node for each in routed.shared)}
+    if read & {*routed.interior}:  # an addend is what the finalize gives: it is made in any case
+        routed = Partial(leader.input, scale=scale)
+    return Tail(
+        (leader, *(all_reduce for all_reduce, _ in others)),
+        (routed, *sent),
+        after,
+    )
 
 
 def _yields(tail: Tail) -> NoMatch | None:

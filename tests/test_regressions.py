@@ -575,6 +575,8 @@ def test_sums_that_the_graph_adds_in_fp32_are_not_merged(case, dtype):
     fused = traced.report.fused
     assert traced.report.all_reduces_after == traced.report.all_reduces_before - fused
     assert fused == (case.startswith("up to the residual") or case == "scaled, then rounded")
+    if fused:
+        assert traced.reasons == ["the sum is an operand of another tail, which is reduced apart"]
     assert_exact(traced.output, sum_in_fp32(total_of), data)
 
 
@@ -604,6 +606,38 @@ def test_an_addend_with_several_factors_is_rounded_once():
 
     data = inputs.make(tokens=256)
     assert_fused(sum_in_fp32(total_of), data, shared="after the all_reduce")
+
+
+def test_an_all_reduce_that_was_refused_and_merged_later_is_not_reported_as_left():
+    """fp16: from one of the two sums on, an addend may overflow; from the other, it may not."""
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        first = (reduce(shared) + residual.sin()) * 2.0
+        total = residual + (first * 0.5 + reduce(shared.flip(0)))
+        return norm(total, norm_weight), total
+
+    data = inputs.make(torch.float16, tokens=256)
+    assert_fused(function, data, shared="its own all_reduce and after the all_reduce")
+
+
+REDUCED_TWICE = {
+    "another all_reduce": (2, lambda routed: reduce(routed) - reduce(routed) * 0.5),
+    "the same": (1, lambda routed: reduce(routed + routed)),
+    "the same, alpha": (1, lambda routed: reduce(torch.add(routed, routed, alpha=-0.5))),
+}
+
+
+@each(REDUCED_TWICE)
+def test_a_finalize_that_is_an_addend_too_is_not_computed_twice(case):
+    """The op had it to compute and read it, as finalized, as well."""
+    count, reduced = REDUCED_TWICE[case]
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        total = residual + reduced(finalize(rows, weights, index))
+        return norm(total, norm_weight), total
+
+    traced = assert_fused(function, inputs.make(missing=True), slack=1.1, finalize="finalized")
+    assert traced.report.all_reduces_before == count
 
 
 WIDE_PARTIALS = {

@@ -132,9 +132,10 @@ def unclamped(index: Any) -> Any:
 
 
 def is_sorted_order(node: Any) -> bool:
-    """Whether ``node`` is the order that sorts something, which is a permutation."""
+    """Whether ``node`` is the order that sorts a vector, which is a permutation."""
     sorts = (aten.sort.default, aten.sort.stable)
-    return getitem_of(node, 1, *sorts) is not None or calls(node, aten.argsort.default)
+    orders = getitem_of(node, 1, *sorts) is not None or calls(node, aten.argsort.default)
+    return orders and len(shape(node)) == 1
 
 
 def inverted(index: Any) -> Node | None:
@@ -155,8 +156,7 @@ def inverted(index: Any) -> Node | None:
     if len(indices) != 1 or not counts or positions.kwargs.get("step") != 1:
         return None
     perm: Node = indices[0]
-    undefined = calls(base, aten.empty.memory_format, aten.new_empty.default)
-    return strip_index(perm) if undefined or _covers(perm, base) else None
+    return strip_index(perm) if covers(perm, base) else None
 
 
 def _is_ascending(sort: Node) -> bool:
@@ -165,9 +165,12 @@ def _is_ascending(sort: Node) -> bool:
     return not any(value is True for value in sort.args[1:])
 
 
-def _covers(perm: Node, base: Node) -> bool:
-    """Whether ``perm`` names every entry of ``base``."""
-    return is_sorted_order(strip_index(perm)) and same(shape(perm)[0], shape(base)[0])
+def covers(perm: Node, base: Node) -> bool:
+    """Whether ``perm`` names every entry of ``base`` that is defined."""
+    undefined = calls(base, aten.empty.memory_format, aten.new_empty.default)
+    return undefined or (
+        is_sorted_order(strip_index(perm)) and same(shape(perm)[0], shape(base)[0])
+    )
 
 
 def in_token_order(value: Node, index: Index | None) -> Node | None:

@@ -36,7 +36,7 @@ from moe_fusion.passes.nodes import (
     shape,
     strip_reshapes,
 )
-from moe_fusion.passes.routing import Index, Mask, is_index, replaced, validity
+from moe_fusion.passes.routing import Index, Mask, covers, is_index, replaced, validity
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,8 @@ def scattered(walk: Walk) -> bool:
     base, indices, rows = (arg(node, place) for place in range(3))
     if len(indices) != 1 or len(shape(rows)) != 2 or not is_index(indices[0]):
         return False
-    if not same(shape(rows)[0], shape(base)[0]):
+    # Of an index that may name a row twice, the rows that it does not name are the base's.
+    if not same(shape(rows)[0], shape(base)[0]) or not covers(indices[0], base):
         return False
     index = Index(indices[0], inverse=True)
     if index.may_wrap:

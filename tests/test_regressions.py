@@ -889,3 +889,63 @@ def test_a_second_sum_that_is_added_twice_counts_twice(dtype):
     data = inputs.make(dtype, missing=True)
     traced = assert_fused(function, data, slack=1.1, shared="its own all_reduce")
     assert traced.report.all_reduces_before == 2
+
+
+def back_in_place(rows, weights, base, permutation):
+    """Rows that an index puts in token order, where each is weighted and summed."""
+    each = base.index_put([permutation], rows[: len(permutation)])
+    return (each.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+def taken_back(rows, weights, order, inverse):
+    """Rows that are weighted in sorted order, and then taken by an index."""
+    weighted = rows[: len(order)] * weights.flatten()[order].unsqueeze(-1)
+    return weighted[inverse].view(*weights.shape, -1).sum(1)
+
+
+def by_token(index):
+    """The order of each token's own rows, from 0 to K - 1."""
+    return torch.argsort(index, dim=-1).flatten()
+
+
+def sorted_again(rows, weights, index):
+    order = torch.argsort(index, dim=-1)
+    return taken_back(rows, weights, order.flatten(), by_token(order))
+
+
+def accumulated(rows, weights, order):
+    weighted = rows[: len(order)] * weights.flatten()[order].unsqueeze(-1)
+    zeros = rows.new_zeros(len(weights), rows.shape[1])
+    return zeros.index_add(0, order // weights.shape[1], weighted)
+
+
+def inverse_of(order):
+    """By index_put into zeros: entries that the order does not name are 0."""
+    return torch.zeros_like(order).index_put([order], torch.arange(len(order)))
+
+
+NO_PERMUTATIONS = {
+    "some rows twice, into zeros": lambda r, w, m: back_in_place(
+        r, w, torch.zeros_like(r[: m.numel()]), m.flatten().long() // 2
+    ),
+    "some rows twice, into others": lambda r, w, m: back_in_place(
+        r, w, r[: m.numel()].sin(), m.flatten().long() // 2
+    ),
+    "from the end": lambda r, w, m: back_in_place(
+        r, w, torch.zeros_like(r[: m.numel()]), m.flatten().long() - 3
+    ),
+    "sorted by token, into zeros": lambda r, w, m: back_in_place(
+        r, w, torch.zeros_like(r[: m.numel()]), by_token(m)
+    ),
+    "sorted by token, accumulated": lambda r, w, m: accumulated(r, w, by_token(m)),
+    "sorted by token, inverted": lambda r, w, m: taken_back(
+        r, w, by_token(m), inverse_of(by_token(m))
+    ),
+    "sorted by token, sorted again": sorted_again,
+}
+
+
+@each(NO_PERMUTATIONS)
+def test_an_index_that_is_no_permutation_is_not_inverted(case):
+    """Entries of its inverse that it does not name were undefined: rows anywhere were read."""
+    assert_fused(tail(NO_PERMUTATIONS[case]), inputs.make(torch.float32, tokens=48))

@@ -92,11 +92,11 @@ def added_in(total: Node) -> torch.dtype:
     return dtype(user if rounded else total)
 
 
-def opened(addends: list[Addend]) -> tuple[list[Addend], list[Node]]:
-    """The addends with each sum or multiple of a reduced sum in parts, and the nodes of those."""
+def opened(whole: Addend) -> tuple[list[Addend], list[Node]]:
+    """The parts of an addend that is a sum or a multiple of a reduced sum, and its nodes."""
     found: list[Addend] = []
     passed: list[Node] = []
-    pending = addends[::-1]
+    pending = [whole]
     while pending:
         addend = pending.pop()
         parts = _parts(addend)

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from moe_fusion.op import OP, OP_EPS_TENSOR
-from moe_fusion.passes.addends import Addend, added_in, adds_rows, adds_vector, opened, times
+from moe_fusion.passes.addends import Addend, added_in, adds_rows, adds_vector, times
 from moe_fusion.passes.collectives import AllReduce, is_all_reduce
 from moe_fusion.passes.merge import Merged, merge
 from moe_fusion.passes.nodes import (
@@ -208,10 +208,7 @@ def match_after(first: AllReduce) -> After | NoMatch:
         if stop is not None:
             return stop
     total = _residual_sum(path, norm)
-    path.addends, passed = opened(path.addends)
-    path.interior.extend(passed)
-    merged, passed = merge(path.addends, first, path.scale, path.tensor_scales)
-    path.addends = [a for a in path.addends if all(a is not m.addend for m in merged)]
+    path.addends, merged, passed = merge(path.addends, first, path.scale, path.tensor_scales)
     path.interior.extend(passed)
     residual = _take_residual(path, total.value.dtype)
     if isinstance(residual, NoMatch):

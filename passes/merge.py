@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from moe_fusion.passes.addends import Addend
+from moe_fusion.passes.addends import Addend, opened
 from moe_fusion.passes.collectives import AllReduce, reduced_by
 from moe_fusion.passes.nodes import arg, dtype, sole_user
 
@@ -35,32 +35,51 @@ class Merged:
 
 def merge(
     addends: list[Addend], first: AllReduce, scale: float, tensor_scales: tuple[Node, ...]
-) -> tuple[list[Merged], list[Node]]:
-    """The addends that are sums over the group of ``first``, and the nodes from these to the add.
+) -> tuple[list[Addend], list[Merged], list[Node]]:
+    """Takes the sums over the group of ``first`` out of the addends, which stay whole without one.
 
     Args:
         addends: what is added to the sum of ``first``.
         first: the all_reduce.
         scale: the constant that multiplies its sum.
         tensor_scales: the tensors that do.
+
+    Returns:
+        What is still added, the sums, and the nodes from these to the add.
     """
+    kept: list[Addend] = []
     merged: list[Merged] = []
     passed: list[Node] = []
     for addend in addends:
-        other = reduced_by(addend.node)
-        if addend.is_vector or other is None or other.group != first.group:
+        parts, nodes = opened(addend)
+        alike = [(part, _reduced_alike(part, first, scale, tensor_scales)) for part in parts]
+        found = [Merged(other, part) for part, other in alike if other is not None]
+        if not found:
+            kept.append(addend)
             continue
-        if other.sum is first.sum or dtype(other.input) != dtype(first.input):
-            continue
-        if Counter(addend.tensor_scales) != Counter(tensor_scales):
-            continue  # a tensor may differ between ranks: it never crosses a reduction
-        if addend.dtype != dtype(first.input):
-            continue  # the graph keeps their sum in fp32: to round the partials' is one too many
-        nodes = _between(other, addend.node)
-        if nodes is not None and _scales_fit(addend.scale, scale, addend.dtype):
-            merged.append(Merged(other, addend))
-            passed.extend(nodes)
-    return merged, passed
+        merged += found
+        kept += [part for part, other in alike if other is None]
+        passed += nodes
+        passed += [node for each in found for node in _between(each.all_reduce, each.addend.node)]
+    return kept, merged, passed
+
+
+def _reduced_alike(
+    addend: Addend, first: AllReduce, scale: float, tensor_scales: tuple[Node, ...]
+) -> AllReduce | None:
+    """The all_reduce whose sum ``addend`` is, if that of ``first`` can take its partial."""
+    other = reduced_by(addend.node)
+    if addend.is_vector or other is None or other.group != first.group:
+        return None
+    if other.sum is first.sum or dtype(other.input) != dtype(first.input):
+        return None
+    if Counter(addend.tensor_scales) != Counter(tensor_scales):
+        return None  # a tensor may differ between ranks: it never crosses a reduction
+    if addend.dtype != dtype(first.input):
+        return None  # the graph keeps their sum in fp32: to round the partials' is one too many
+    if not all(sole_user(node) for node in _between(other, addend.node)):
+        return None
+    return other if _scales_fit(addend.scale, scale, addend.dtype) else None
 
 
 def _scales_fit(one: float, other: float, activation: torch.dtype) -> bool:
@@ -71,9 +90,9 @@ def _scales_fit(one: float, other: float, activation: torch.dtype) -> bool:
     return one == other or activation != torch.float16 or max(abs(one), abs(other)) <= 1.0
 
 
-def _between(reduced: AllReduce, node: Node) -> list[Node] | None:
-    """The nodes from the sum to ``node``, or None if another reader needs one of them."""
+def _between(reduced: AllReduce, node: Node) -> list[Node]:
+    """The nodes from ``node`` up to the sum."""
     nodes = [node]
     while nodes[-1] is not reduced.sum:
         nodes.append(arg(nodes[-1], 0))
-    return nodes if all(sole_user(n) for n in nodes) else None
+    return nodes

@@ -596,6 +596,29 @@ def test_a_scaled_partial_is_rounded_no_more_than_its_sum(first, dtype):
     assert traced.report.all_reduces_before == 2
 
 
+KEPT_WHOLE = {
+    "the residual, scaled": lambda d, y, z: (wide(d.residual) + wide(z)) * 0.5 + y,
+    "the residual, of three": lambda d, y, z: wide(d.residual) + (wide(d.shared.sin()) + z) + y,
+    "in fp32, rounded": lambda d, y, z: (
+        wide(d.residual) + (y + ((wide(z) + wide(d.shared.sin())) * 0.5).to(y.dtype))
+    ),
+}
+
+
+@HALVES
+@each(KEPT_WHOLE)
+def test_an_addend_of_which_nothing_is_merged_stays_whole(case, dtype):
+    """The terms of a sum that has a reduced sum in it were added apart, which was then refused."""
+
+    def total_of(data):
+        return KEPT_WHOLE[case](data, reduce(data.shared), reduce(data.shared.flip(0)))
+
+    data = inputs.make(dtype, tokens=256)
+    left = {"the sum is an operand of another tail, which is reduced apart": 1}
+    traced = assert_fused(sum_in_fp32(total_of), data, left=left)
+    assert traced.report.all_reduces_before == 2
+
+
 def test_an_addend_with_several_factors_is_rounded_once():
     """Each of its factors rounded it, where the graph multiplies in fp32."""
 

@@ -124,7 +124,7 @@ def _parts(addend: Addend) -> list[Addend]:
         return [replace(addend, node=arg(node, 0))]
     pair = add_operands(node)
     if pair is not None and not addend.may_overflow:
-        wanted = added_in(node)
+        wanted = torch.promote_types(addend.dtype, added_in(node))
         parts = [
             replace(addend, node=n, dtype=wanted, is_vector=adds_vector(n, node, node))
             for n in pair

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from moe_fusion.passes.emit import Emitter
 from moe_fusion.passes.finalize import Finalize
-from moe_fusion.passes.nodes import aten, dtype, prims, strip_reshapes
+from moe_fusion.passes.nodes import aten, dtype, num_rows, prims, strip_reshapes
 from moe_fusion.passes.routing import Mask, in_token_order
 
 
@@ -53,7 +53,10 @@ class _Routing:
             return emit.columns(inverse, finalize.top_k)
         node = emit.columns(index.node, finalize.top_k)
         if index.may_wrap:
-            node = emit.call(aten.remainder.Scalar, node, emit.size(finalize.rows, 0))
+            count = num_rows(finalize.rows)
+            symbolic = not isinstance(count, int)
+            held = emit.size(emit.rows(finalize.rows), 0) if symbolic else count
+            node = emit.call(aten.remainder.Scalar, node, held)
         return node
 
     def _count(self, like: Node, *, flat: bool = False) -> Node:

@@ -177,6 +177,8 @@ def padded(walk: Walk) -> bool:
     node, index = walk.node, walk.index
     if index is None or not calls(node, aten.cat.default) or len(node.args) != 1:
         return False
+    if len(shape(node)) != 2:
+        return False
     parts = arg(node, 0)
     found = replaced(index.node)
     if len(parts) != 2 or found is None or constant(parts[1]) != 0.0:

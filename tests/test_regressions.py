@@ -977,3 +977,37 @@ NO_PERMUTATIONS = {
 def test_an_index_that_is_no_permutation_is_not_inverted(case):
     """Entries of its inverse that it does not name were undefined: rows anywhere were read."""
     assert_fused(tail(NO_PERMUTATIONS[case]), inputs.make(torch.float32, tokens=48))
+
+
+def in_blocks(rows, index):
+    """The first rows as [experts, capacity, H]: what a batched matrix product leaves."""
+    return rows[: index.numel()].view(3, -1, rows.shape[-1]).sin()
+
+
+BLOCKS = {
+    "as they are": lambda r, w, m: (in_blocks(r, m).flatten(0, 1)[m.long()] * w.unsqueeze(-1)).sum(
+        1
+    ),
+    "counted from the end": lambda r, w, m: (
+        in_blocks(r, m).flatten(0, 1)[m.long() - 7] * w.unsqueeze(-1)
+    ).sum(1),
+    "weighted, then accumulated": lambda r, w, m: (
+        in_blocks(r, m).neg().exp().reshape(-1, r.shape[-1])[m] * w.unsqueeze(-1)
+    ).sum(1),
+    "with a block of zeros": lambda r, w, m: (
+        torch.cat([in_blocks(r, m), r.new_zeros(1, m.numel() // 3, r.shape[-1])]).flatten(0, 1)[
+            torch.where(m >= 5, m - 5, 3).long()
+        ]
+        * w.unsqueeze(-1)
+    ).sum(1),
+}
+
+
+@each(BLOCKS)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_rows_that_were_blocks_are_counted_as_rows(case, dynamic):
+    """An index that may count from the end was taken modulo the number of blocks."""
+    data = inputs.make(torch.float32, tokens=48)
+    for tensor in (data.weights, data.index, data.shared, data.residual) if dynamic else ():
+        mark_dynamic(tensor, 0)
+    assert_fused(tail(BLOCKS[case]), data)

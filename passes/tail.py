@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
+from moe_fusion.passes.addends import opened
 from moe_fusion.passes.after import After, match_after
 from moe_fusion.passes.collectives import AllReduce, is_reduced, match_all_reduce, reduced_by
 from moe_fusion.passes.nodes import (
@@ -152,8 +153,8 @@ def _yields(tail: Tail) -> NoMatch | None:
     """Leaves the sum to another all_reduce in it that has a finalize, where this one has none."""
     if tail.partials[0].finalize is not None:
         return None
-    for addend in tail.after.replicated:
-        other = reduced_by(addend.node)
+    for part in (part for addend in tail.after.replicated for part in opened(addend)[0]):
+        other = reduced_by(part.node)
         if other is None or other.group != tail.anchor.group:
             continue
         better = _match(other.node)  # which does not yield in turn

@@ -67,6 +67,7 @@ COPIED = "aten.repeat comes between the all_reduce and the norm"
 MIXED = "aten.mul.Tensor comes between the all_reduce and the norm"
 READ_BY_STREAMS = "what the all_reduce feeds is read several times (aten.div.Tensor, aten.neg)"
 READ_TWICE = "what the all_reduce feeds is read several times (aten.add.Tensor, aten.reshape)"
+ELSEWHERE = "another all_reduce of the same sum has the finalize"
 OVERFLOW = "an addend that is scaled up alone could overflow float16"
 REDUCED_FIRST = "the all_reduce comes before the finalize"
 
@@ -88,8 +89,8 @@ class Family:
         norm: the RMSNorm's spelling in fp32.
         half: its spelling in bf16 and fp16.
         refused: how many all_reduces are left, by reason.
-        overflows: ``dynamic=True`` makes the tail's scale a tensor, by which fp16 addends are not
-            multiplied alone: the MoE tail is refused there.
+        scaled: the reduced sum is multiplied by a float of the module, which ``dynamic=True``
+            makes a tensor.
         fields: configuration fields beside ``SMALL``.
         rows: the fused MoE tail's finalize, None for that of the experts' implementation.
         experts: whether the experts' implementation can be chosen.
@@ -102,11 +103,19 @@ class Family:
     half: str = CAST_FIRST
     refused: dict[str, int] = field(default_factory=dict)
     _: KW_ONLY
-    overflows: bool = False
+    scaled: bool = False
     fields: dict[str, Any] = field(default_factory=dict)
     rows: str | None = None
     experts: bool = True
     ci: bool = False
+
+    def found(self, dtype: str, shapes: str) -> tuple[str | None, dict[str, int]]:
+        """``shared`` and ``refused``, in one dtype and one way of naming sizes."""
+        if not self.scaled or shapes != "dynamic":
+            return self.shared, self.refused
+        if self.shared == OWN:  # a tensor may differ by rank: it stays on its side of the reduction
+            return AFTER, {**self.refused, ELSEWHERE: 1}
+        return (None, {**self.refused, OVERFLOW: 1}) if dtype == "fp16" else (AFTER, self.refused)
 
 
 FAMILIES: dict[str, Family] = {
@@ -138,12 +147,12 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": Family(2, AFTER, fields={**LATENT_ATTENTION, **SPARSE}),
     "gpt_oss": Family(1, half=CAST_LAST, fields=FULL_ATTENTION, ci=True),
     "granitemoe": Family(1, ci=True),
-    "granitemoehybrid": Family(1, AFTER, overflows=True, fields={"layer_types": ["attention"]}),
-    "granitemoeshared": Family(1, AFTER, overflows=True, ci=True),
+    "granitemoehybrid": Family(1, AFTER, scaled=True, fields={"layer_types": ["attention"]}),
+    "granitemoeshared": Family(1, AFTER, scaled=True, ci=True),
     "hunyuan_v1_moe": Family(1, AFTER, ci=True),
     "hy_v3": Family(2, OWN, fields=SPARSE, ci=True),
     "kimi_linear": Family(1, OWN, fields={**FULL_ATTENTION, **LATENT_ATTENTION, **SPARSE}),
-    "laguna": Family(2, OWN, fields={**FULL_ATTENTION, **SPARSE}, ci=True),
+    "laguna": Family(2, OWN, scaled=True, fields={**FULL_ATTENTION, **SPARSE}, ci=True),
     "lfm2_moe": Family(1, fields=FULL_ATTENTION),
     # its shared expert's all_reduce has no finalize, and is fused
     "llama4_text": Family(

@@ -21,7 +21,6 @@ from families import (
     FAMILIES,
     FULLY_DYNAMIC,
     MARKED,
-    OVERFLOW,
     OWN,
     STATIC,
     UNTRACED,
@@ -94,9 +93,8 @@ def test_a_family(tmp_path, name, experts, expert_parallel, dtype, shapes):
     )
     assert report.graphs == 1
     norm = family.norm if dtype == "fp32" else family.half
-    overflows = family.overflows and (dtype, shapes) == ("fp16", "dynamic")
-    shared = None if overflows else family.shared
-    assert dict(report.refusals) == family.refused | ({OVERFLOW: 1} if overflows else {})
+    shared, refused = family.found(dtype, shapes)
+    assert dict(report.refusals) == refused
     rows = family.rows or FORMS[experts]
     expected = Counter({("finalized", "none", norm): family.plain})
     if shared is not None:

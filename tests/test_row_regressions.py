@@ -1,0 +1,133 @@
+"""Faults that were found in which rows are taken for the experts', and by which index."""
+
+from __future__ import annotations
+
+import inputs
+import pytest
+import torch
+from checks import assert_fused
+from regressions import (
+    H,
+    each,
+    tail,
+)
+from torch._dynamo import mark_dynamic
+
+pytestmark = pytest.mark.usefixtures("fake_group")
+
+
+def back_in_place(rows, weights, base, permutation):
+    """Rows that an index puts in token order, where each is weighted and summed."""
+    each = base.index_put([permutation], rows[: len(permutation)])
+    return (each.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+def taken_back(rows, weights, order, inverse):
+    """Rows that are weighted in sorted order, and then taken by an index."""
+    weighted = rows[: len(order)] * weights.flatten()[order].unsqueeze(-1)
+    return weighted[inverse].view(*weights.shape, -1).sum(1)
+
+
+def by_token(index):
+    """The order of each token's own rows, from 0 to K - 1."""
+    return torch.argsort(index, dim=-1).flatten()
+
+
+def sorted_again(rows, weights, index):
+    order = torch.argsort(index, dim=-1)
+    return taken_back(rows, weights, order.flatten(), by_token(order))
+
+
+def accumulated(rows, weights, order):
+    weighted = rows[: len(order)] * weights.flatten()[order].unsqueeze(-1)
+    zeros = rows.new_zeros(len(weights), rows.shape[1])
+    return zeros.index_add(0, order // weights.shape[1], weighted)
+
+
+def inverse_of(order):
+    """By index_put into zeros: entries that the order does not name are 0."""
+    return torch.zeros_like(order).index_put([order], torch.arange(len(order)))
+
+
+NO_PERMUTATIONS = {
+    "some rows twice, into zeros": lambda r, w, m: back_in_place(
+        r, w, torch.zeros_like(r[: m.numel()]), m.flatten().long() // 2
+    ),
+    "some rows twice, into others": lambda r, w, m: back_in_place(
+        r, w, r[: m.numel()].sin(), m.flatten().long() // 2
+    ),
+    "from the end": lambda r, w, m: back_in_place(
+        r, w, torch.zeros_like(r[: m.numel()]), m.flatten().long() - 3
+    ),
+    "sorted by token, into zeros": lambda r, w, m: back_in_place(
+        r, w, torch.zeros_like(r[: m.numel()]), by_token(m)
+    ),
+    "sorted by token, accumulated": lambda r, w, m: accumulated(r, w, by_token(m)),
+    "sorted by token, inverted": lambda r, w, m: taken_back(
+        r, w, by_token(m), inverse_of(by_token(m))
+    ),
+    "sorted by token, sorted again": sorted_again,
+}
+
+
+@each(NO_PERMUTATIONS)
+def test_an_index_that_is_no_permutation_is_not_inverted(case):
+    """Entries of its inverse that it does not name were undefined: rows anywhere were read."""
+    assert_fused(tail(NO_PERMUTATIONS[case]), inputs.make(torch.float32, tokens=48))
+
+
+def in_blocks(rows, index):
+    """The first rows as [experts, capacity, H]: what a batched matrix product leaves."""
+    return rows[: index.numel()].view(3, -1, rows.shape[-1]).sin()
+
+
+BLOCKS = {
+    "as they are": lambda r, w, m: (in_blocks(r, m).flatten(0, 1)[m.long()] * w.unsqueeze(-1)).sum(
+        1
+    ),
+    "counted from the end": lambda r, w, m: (
+        in_blocks(r, m).flatten(0, 1)[m.long() - 7] * w.unsqueeze(-1)
+    ).sum(1),
+    "weighted, then accumulated": lambda r, w, m: (
+        in_blocks(r, m).neg().exp().reshape(-1, r.shape[-1])[m] * w.unsqueeze(-1)
+    ).sum(1),
+    "with a block of zeros": lambda r, w, m: (
+        torch.cat([in_blocks(r, m), r.new_zeros(1, m.numel() // 3, r.shape[-1])]).flatten(0, 1)[
+            torch.where(m >= 5, m - 5, 3).long()
+        ]
+        * w.unsqueeze(-1)
+    ).sum(1),
+}
+
+
+@each(BLOCKS)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_rows_that_were_blocks_are_counted_as_rows(case, dynamic):
+    """An index that may count from the end was taken modulo the number of blocks."""
+    data = inputs.make(torch.float32, tokens=48)
+    for tensor in (data.weights, data.index, data.shared, data.residual) if dynamic else ():
+        mark_dynamic(tensor, 0)
+    assert_fused(tail(BLOCKS[case]), data)
+
+
+PROJECTIONS = {
+    "einsum over heads": lambda rows, matrix: torch.einsum(
+        "tnh,nhd->td", rows.view(len(rows), 8, -1), matrix.view(8, -1, H)
+    ),
+    "einsum": lambda rows, matrix: torch.einsum("tk,kd->td", rows, matrix),
+    "einsum, transposed": lambda rows, matrix: torch.einsum("tk,dk->td", rows, matrix.t()),
+    "matmul": torch.matmul,
+    "bmm": lambda rows, matrix: torch.bmm(rows[None], matrix[None])[0],
+    "bmm by token": lambda rows, matrix: torch.bmm(rows[:, None], matrix[None])[:, 0],
+}
+
+
+@each(PROJECTIONS)
+def test_a_matrix_product_of_one_token_is_no_sum_over_experts(case):
+    """It has a top-k reduction's shape, and was refused for more experts than a token has."""
+
+    def partial(rows, weights, index):
+        return PROJECTIONS[case](weights[:, :H], rows[: weights.shape[1]])
+
+    data = inputs.make(torch.float32, tokens=1, top_k=64)
+    assert_fused(tail(partial), data, finalize="finalized", top_k=None)

@@ -1,0 +1,397 @@
+"""Faults that were found in how sums are added, scaled, rounded and merged."""
+
+from __future__ import annotations
+
+import inputs
+import pytest
+import torch
+from checks import assert_exact, assert_fused, assert_untouched
+from regressions import (
+    HALVES,
+    H,
+    K,
+    both_dtypes,
+    each,
+    finalize,
+    norm,
+    normed,
+    reduce,
+    wide,
+)
+from tracing import trace
+
+pytestmark = pytest.mark.usefixtures("fake_group")
+
+
+def sum_in_fp32(total_of):
+    def function(*tensors):
+        data = inputs.Inputs(*tensors)
+        total = total_of(data)
+        return normed(total, data.norm_weight), total
+
+    return function
+
+
+WIDE_ADDENDS = {
+    "scaled": lambda d: (
+        wide(d.residual) + (wide(reduce(d.shared.flip(1))) * 0.001 + wide(d.shared)) * 0.3
+    ),
+    "two": lambda d: (
+        wide(d.residual)
+        + (wide(reduce(d.shared.flip(1))) + wide(d.shared) + wide(d.shared.flip(0)))
+    ),
+    "subtracted and scaled": lambda d: (
+        wide(d.residual) + (wide(reduce(d.shared.flip(1))) - wide(d.shared)) * 0.3
+    ),
+    "scaled, widened by the add": lambda d: (
+        wide(d.residual) + (wide(reduce(d.shared.flip(1))) + d.shared) * 0.3
+    ),
+    "scaled by alpha, widened by the add": lambda d: torch.add(
+        wide(d.residual) + reduce(d.shared.flip(1)), d.shared, alpha=0.3
+    ),
+    "two, widened by the add": lambda d: (
+        wide(d.residual) + reduce(d.shared.flip(1)) + d.shared + d.shared.flip(0)
+    ),
+}
+
+
+@HALVES
+@each(WIDE_ADDENDS)
+def test_addends_that_the_graph_sums_in_fp32_are_not_summed_in_less(case, dtype):
+    """They were scaled and added up in the activation dtype: a thousand times the error."""
+    data = inputs.make(dtype, tokens=256)
+    reason = "addends are scaled or summed in torch.float32"
+    assert_untouched(sum_in_fp32(WIDE_ADDENDS[case]), reason, data)
+
+
+KEPT_WIDE = {
+    "up to the residual": lambda d, y, z: wide(d.residual) + wide(z) + wide(y),
+    "up to the residual, widened by the add": lambda d, y, z: wide(d.residual) + z + y,
+    "twice, then in fp32": lambda d, y, z: (wide(d.norm_weight) + (z + z) + y).to(y.dtype),
+    "a bf16 sum, then in fp32": lambda d, y, z: wide(d.residual) + (z + d.shared.sin()) + y,
+    "three sums, rounded once": lambda d, y, z: (
+        wide(d.residual) + (wide(y) + wide(z) + wide(reduce(d.residual))).to(y.dtype)
+    ),
+    "scaled, then rounded": lambda d, y, z: (
+        wide(d.residual) + (wide(y) * 0.3 + wide(z)).to(y.dtype)
+    ),
+    "their sum scaled, then rounded": lambda d, y, z: (
+        wide(d.residual) + ((wide(y) + wide(z)) * 0.3).to(y.dtype)
+    ),
+}
+
+
+KEPT_APART = ("three sums, rounded once", "their sum scaled, then rounded")  # nothing is fused
+
+
+@HALVES
+@each(KEPT_WIDE)
+def test_sums_that_the_graph_adds_in_fp32_are_not_merged(case, dtype):
+    """Two reductions became one whose sum of partials was rounded to the activation dtype."""
+
+    def total_of(data):
+        return KEPT_WIDE[case](data, reduce(data.shared), reduce(data.shared.flip(0)))
+
+    data = inputs.make(dtype, tokens=256)
+    traced = trace(sum_in_fp32(total_of), *data.args())
+    fused = traced.report.fused
+    assert traced.report.all_reduces_after == traced.report.all_reduces_before - fused
+    assert fused == (case not in KEPT_APART)
+    if case.startswith("up to the residual"):
+        assert traced.reasons == ["the sum is an operand of another tail, which is reduced apart"]
+    assert_exact(traced.output, sum_in_fp32(total_of), data)
+
+
+@HALVES
+@pytest.mark.parametrize("first", [False, True], ids=["scaled second", "scaled first"])
+def test_a_scaled_partial_is_rounded_no_more_than_its_sum(first, dtype):
+    """The second was scaled in the activation dtype, where the graph scales its sum in fp32."""
+
+    def total_of(data):
+        scaled = reduce(data.shared) if first else None
+        plain = reduce(data.shared.flip(0) * 0.05)
+        scaled = reduce(data.shared) if scaled is None else scaled
+        return wide(data.residual) + torch.add(wide(plain), wide(scaled), alpha=0.3).to(plain.dtype)
+
+    data = inputs.make(dtype, tokens=256)
+    traced = assert_fused(sum_in_fp32(total_of), data, shared="its own all_reduce")
+    assert traced.report.all_reduces_before == 2
+
+
+KEPT_WHOLE = {
+    "the residual, scaled": lambda d, y, z: (wide(d.residual) + wide(z)) * 0.5 + y,
+    "the residual, of three": lambda d, y, z: wide(d.residual) + (wide(d.shared.sin()) + z) + y,
+    "in fp32, rounded": lambda d, y, z: (
+        wide(d.residual) + (y + ((wide(z) + wide(d.shared.sin())) * 0.5).to(y.dtype))
+    ),
+}
+
+
+@HALVES
+@each(KEPT_WHOLE)
+def test_an_addend_of_which_nothing_is_merged_stays_whole(case, dtype):
+    """The terms of a sum that has a reduced sum in it were added apart, which was then refused."""
+
+    def total_of(data):
+        return KEPT_WHOLE[case](data, reduce(data.shared), reduce(data.shared.flip(0)))
+
+    data = inputs.make(dtype, tokens=256)
+    left = {"the sum is an operand of another tail, which is reduced apart": 1}
+    traced = assert_fused(sum_in_fp32(total_of), data, left=left)
+    assert traced.report.all_reduces_before == 2
+
+
+def test_an_addend_with_several_factors_is_rounded_once():
+    """Each of its factors rounded it, where the graph multiplies in fp32."""
+
+    def total_of(data):
+        y = wide(reduce(data.shared.flip(0) * 0.05) + data.shared)
+        one, two = wide(data.norm_weight[0]).exp(), wide(data.norm_weight[1]).sin()
+        return wide(data.residual) * 0.01 + y * one * two * 0.3
+
+    data = inputs.make(tokens=256)
+    assert_fused(sum_in_fp32(total_of), data, shared="after the all_reduce")
+
+
+def test_an_all_reduce_that_was_refused_and_merged_later_is_not_reported_as_left():
+    """fp16: from one of the two sums on, an addend may overflow; from the other, it may not."""
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        first = (reduce(shared) + residual.sin()) * 2.0
+        total = residual + (first * 0.5 + reduce(shared.flip(0)))
+        return norm(total, norm_weight), total
+
+    data = inputs.make(torch.float16, tokens=256)
+    assert_fused(function, data, shared="its own all_reduce and after the all_reduce")
+
+
+REDUCED_TWICE = {
+    "another all_reduce": (2, lambda routed: reduce(routed) - reduce(routed) * 0.5),
+    "the same": (1, lambda routed: reduce(routed + routed)),
+    "the same, alpha": (1, lambda routed: reduce(torch.add(routed, routed, alpha=-0.5))),
+}
+
+
+@each(REDUCED_TWICE)
+def test_a_finalize_that_is_an_addend_too_is_not_computed_twice(case):
+    """The op had it to compute and read it, as finalized, as well."""
+    count, reduced = REDUCED_TWICE[case]
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        total = residual + reduced(finalize(rows, weights, index))
+        return norm(total, norm_weight), total
+
+    traced = assert_fused(function, inputs.make(missing=True), slack=1.1, finalize="finalized")
+    assert traced.report.all_reduces_before == count
+
+
+WIDE_PARTIALS = {
+    "scaled": lambda d: (finalize(wide(d.rows), wide(d.weights), d.index) + wide(d.shared)) * 0.3,
+    "two": lambda d: (
+        finalize(wide(d.rows), wide(d.weights), d.index) + wide(d.shared) + wide(d.shared.flip(0))
+    ),
+    "divided": lambda d: finalize(wide(d.rows), wide(d.weights), d.index) + wide(d.shared) / 3.0,
+    "scaled, widened by the add": lambda d: (
+        (finalize(wide(d.rows), wide(d.weights), d.index) + d.shared) * 0.3
+    ),
+    "scaled, widened by the weights": lambda d: (
+        (finalize(d.rows, wide(d.weights), d.index) + d.shared) * 0.3
+    ),
+    "two, widened by the add": lambda d: (
+        finalize(wide(d.rows), wide(d.weights), d.index) + d.shared + d.shared.flip(0)
+    ),
+}
+
+
+@HALVES
+@each(WIDE_PARTIALS)
+def test_a_partial_that_is_summed_in_fp32_is_rounded_once(case, dtype):
+    """Shared addends were scaled and added up in the activation dtype before the op rounded."""
+
+    def total_of(data):
+        partial = WIDE_PARTIALS[case](data).to(data.shared.dtype)
+        return wide(data.residual) + wide(reduce(partial))
+
+    data = inputs.make(dtype, tokens=256, missing=True)
+    assert_fused(sum_in_fp32(total_of), data, finalize="finalized", shared="none")
+
+
+def test_a_single_wide_addend_is_still_taken():
+    """What is only widened is the same number in the activation dtype."""
+
+    def total_of(data):
+        partial = finalize(wide(data.rows), wide(data.weights), data.index) + wide(data.shared)
+        return wide(data.residual) + wide(reduce(partial.to(data.shared.dtype)))
+
+    assert_fused(
+        sum_in_fp32(total_of),
+        inputs.make(tokens=256, missing=True),
+        finalize="permuted rows",
+        shared="before the all_reduce",
+    )
+
+
+OVERFLOWS_AFTER = {
+    "one factor": lambda y, shared: (y + shared * -499) * 200.0,
+    "two factors": lambda y, shared: ((y + shared * -499) * 20.0) * 10.0,
+    "a division": lambda y, shared: (y + shared * -499) / 0.005,
+    "subtracted": lambda y, shared: (y - shared * 499) * 200.0,
+}
+
+
+@each(OVERFLOWS_AFTER)
+def test_a_factor_that_could_overflow_an_addend_after_the_reduction_is_refused(case):
+    """fp16: the factor was distributed, each addend overflowed, and inf - inf is NaN."""
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        total = residual + OVERFLOWS_AFTER[case](reduce(shared * 500), shared)
+        return norm(total, norm_weight), total
+
+    reason = "an addend that is scaled up alone could overflow float16"
+    data = inputs.make(torch.float16, tokens=256)
+    assert torch.isfinite(function(*data.args())[1]).all()
+    assert_untouched(function, reason, data)
+
+
+OVERFLOWS_BEFORE = {
+    "one factor": lambda routed, shared: (routed + shared * 199) * 1000.0,
+    "two factors": lambda routed, shared: ((routed + shared * 199) * 50.0) * 20.0,
+    "a division": lambda routed, shared: (routed + shared * 199) / 0.001,
+    "subtracted": lambda routed, shared: (routed - shared * -199) * 1000.0,
+}
+
+
+@each(OVERFLOWS_BEFORE)
+def test_a_factor_that_could_overflow_the_shared_addend_is_left_to_the_graph(case):
+    """fp16: the sum of routed and shared cancels, what each was scaled to does not."""
+
+    def partial(rows, weights, index, shared):
+        spread = (shared * -100).unsqueeze(1).expand(-1, K, -1).reshape(-1, H)
+        routed = (spread.view(-1, K, H) * (weights / weights).unsqueeze(-1)).sum(1)
+        return OVERFLOWS_BEFORE[case](routed, shared)
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        total = residual + reduce(partial(rows, weights, index, shared))
+        return norm(total, norm_weight), total
+
+    data = inputs.make(torch.float16, tokens=256)
+    assert torch.isfinite(function(*data.args())[1]).all()
+    assert_fused(function, data, ranks=1, finalize="finalized", shared="none")
+
+
+@pytest.mark.parametrize("scale", [50.0 * 0.01, -0.75])
+def test_a_factor_of_at_most_one_is_still_distributed(scale):
+    """fp16: no addend grows by it."""
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        partial = (finalize(rows, weights, index) * 0.5 + shared * 0.25) * scale
+        total = residual + reduce(partial)
+        return norm(total, norm_weight), total
+
+    data = inputs.make(torch.float16, tokens=64, missing=True)
+    assert_fused(function, data, finalize="permuted rows", shared="before the all_reduce")
+
+
+UNMERGED = {
+    "a tensor scales one": (2, lambda a, b, s, t: a + s * b),
+    "a tensor scales each": (2, lambda a, b, s, t: s * a + t * b),
+    "a tensor scales one, by addcmul": (2, lambda a, b, s, t: torch.addcmul(a, b, s)),
+    "three": (3, lambda a, b, c, s, t: (a + s * b) + t * c),
+}
+
+
+@each(UNMERGED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_sums_without_a_finalize_that_stay_apart_do_not_yield_to_each_other(case, dtype):
+    """To match one of them looks at the others, which must not look back."""
+    count, sum_of = UNMERGED[case]
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        sums = [reduce(shared * place) for place in range(1, count + 1)]
+        total = residual + sum_of(*sums, norm_weight[0] * 0.75, norm_weight[1] * 0.5)
+        return norm(total, norm_weight), total
+
+    data = inputs.make(dtype)
+    traced = trace(function, *data.args())
+    assert [site.shared for site in traced.report.sites] == ["after the all_reduce"]
+    assert traced.report.all_reduces_before == count
+    assert traced.report.all_reduces_after == count - 1
+    assert_exact(traced.output, function, data)
+
+
+ITSELF = {
+    "y + y": lambda y, shared: y + y,
+    "add, alpha": lambda y, shared: torch.add(y, y, alpha=2),
+    "sub, alpha": lambda y, shared: torch.sub(y, y, alpha=0.25),
+    "views of a copy": lambda y, shared: (y + y).view(1, *y.shape).squeeze(0),
+    "(y - shared / 2) twice": lambda y, shared: (z := y - shared * 0.25) + z,
+}
+
+
+@each(ITSELF)
+@pytest.mark.parametrize("finalized", [False, True], ids=["routed", "finalized"])
+@both_dtypes
+def test_a_sum_that_is_added_to_itself_is_reduced_once(case, finalized, dtype):
+    """It is twice the sum, not a second partial."""
+
+    def partial(rows, weights, index):
+        return finalize(rows, weights, index) * 0.25
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        y = reduce(shared * 0.5 if finalized else partial(rows, weights, index) + shared)
+        total = residual + ITSELF[case](y, shared)
+        return norm(total, norm_weight), total
+
+    form = "finalized" if finalized else "permuted rows"
+    traced = assert_fused(function, inputs.make(dtype, missing=True), slack=1.1, finalize=form)
+    assert traced.report.all_reduces_before == 1
+    assert "its own" not in traced.report.sites[0].shared
+
+
+def test_a_sum_that_is_added_to_a_multiple_of_itself_by_a_tensor_is_refused():
+    def function(rows, weights, index, shared, residual, norm_weight):
+        y = reduce(finalize(rows, weights, index))
+        total = residual + torch.addcmul(y, y, norm_weight[0])
+        return norm(total, norm_weight), total
+
+    reason = "aten.addcmul comes between the all_reduce and the norm"
+    assert_untouched(function, reason, inputs.make(missing=True))
+
+
+SCALED_PARTIALS = {
+    "alike": (1.0, 1.0),
+    "apart": (1.0, 0.5),
+    "both": (-0.5, 0.25),
+}
+
+
+@each(SCALED_PARTIALS)
+@pytest.mark.parametrize("shared_in", ["neither", "first", "second"])
+@both_dtypes
+def test_of_two_finalized_partials_the_second_is_taken_as_it_is(case, shared_in, dtype):
+    """Its own scale is in it already."""
+    first_scale, second_scale = SCALED_PARTIALS[case]
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        first = finalize(rows, weights, index) * 0.25
+        second = finalize(rows, weights * 0.5, index) * -0.75
+        first = first + shared if shared_in == "first" else first
+        second = second - shared if shared_in == "second" else second
+        total = residual + (reduce(first) * first_scale + second_scale * reduce(second))
+        return norm(total, norm_weight), total
+
+    data = inputs.make(dtype, missing=True)
+    traced = assert_fused(function, data, slack=1.2, finalize="permuted rows")
+    assert traced.report.all_reduces_before == 2
+
+
+@both_dtypes
+def test_a_second_sum_that_is_added_twice_counts_twice(dtype):
+    def function(rows, weights, index, shared, residual, norm_weight):
+        other = reduce(shared)
+        total = residual + (reduce(finalize(rows, weights, index) * 0.5) + (other + other))
+        return norm(total, norm_weight), total
+
+    data = inputs.make(dtype, missing=True)
+    traced = assert_fused(function, data, slack=1.1, shared="its own all_reduce")
+    assert traced.report.all_reduces_before == 2

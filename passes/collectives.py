@@ -2,8 +2,9 @@
 
 Matches ``all_reduce(x, op, group) -> wait_tensor``, which is what functional collectives, DTensor's
 Partial -> Replicate, in-place ``dist.all_reduce`` and transformers' own all leave at this stage,
-and ``all_reduce_coalesced([x], op, group) -> getitem 0 -> wait_tensor`` of one tensor. An op that
-was registered as an all_reduce is one node, whose readers read the sum.
+and ``all_reduce_coalesced([x], op, group) -> getitem 0 -> wait_tensor`` of one tensor, whose wait
+is ``wait_tensors([x]) -> getitem 0`` from torch 2.15 on. An op that was registered as an all_reduce
+is one node, whose readers read the sum.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from moe_fusion.topology import known_groups
 _c10d = torch.ops._c10d_functional
 _COALESCED = (_c10d.all_reduce_coalesced.default, _c10d.all_reduce_coalesced_.default)
 _ALL_REDUCES = (_c10d.all_reduce.default, _c10d.all_reduce_.default)
+_WAITS_FOR_LISTS = (_c10d.wait_tensors.default,) if hasattr(_c10d, "wait_tensors") else ()
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,21 @@ def _match_collective(node: Node) -> AllReduce | NoMatch:
     group = _group_name(group_arg, node)
     if isinstance(group, NoMatch):
         return group
-    while calls(wait := sole_user(after[-1] if after else node), _c10d.wait_tensor.default):
-        after.append(wait)
-    if not calls((node, *after)[-1], _c10d.wait_tensor.default):
+    issued = len(after)
+    while waited := _waited_for((node, *after)[-1]):
+        after += waited
+    if len(after) == issued:
         return NoMatch("the all_reduce is not read by one wait_tensor alone", node)
     return AllReduce(node, tuple(after), partial, group)
+
+
+def _waited_for(node: Node) -> list[Node]:
+    """The nodes from ``node`` to what it is once waited for, where a wait alone reads it."""
+    wait = sole_user(node)
+    if calls(wait, _c10d.wait_tensor.default):
+        return [wait]
+    element = sole_user(wait) if calls(wait, *_WAITS_FOR_LISTS) and len(arg(wait, 0)) == 1 else None
+    return [wait, element] if wait is not None and calls(element, operator.getitem) else []
 
 
 def _match_registered(node: Node, known: AllReduceOp) -> AllReduce | NoMatch:
@@ -161,8 +173,10 @@ def _held_by_module(node: Node) -> Any:
 def reduced_by(value: Node) -> AllReduce | None:
     """The all_reduce whose sum ``value`` is, through views and conversions, or None."""
     total = source = strip(value)
-    while calls(source, _c10d.wait_tensor.default, operator.getitem):
-        source = arg(source, 0)
+    waits = (_c10d.wait_tensor.default, *_WAITS_FOR_LISTS, operator.getitem)
+    while calls(source, *waits):
+        waited = arg(source, 0)
+        source = waited[0] if isinstance(waited, (list, tuple)) else waited
     match = match_all_reduce(source) if is_all_reduce(source) else None
     return match if isinstance(match, AllReduce) and match.sum is total else None
 
@@ -170,4 +184,6 @@ def reduced_by(value: Node) -> AllReduce | None:
 def is_reduced(value: Node) -> bool:
     """Whether ``value`` is a collective's output, through views and conversions."""
     source = strip(value)
+    if calls(source, operator.getitem) and calls(arg(source, 0), *_WAITS_FOR_LISTS):
+        return True
     return calls(source, _c10d.wait_tensor.default) or all_reduce_op(source) is not None

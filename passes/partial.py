@@ -153,8 +153,7 @@ def match_partial(node: Node, activation: torch.dtype) -> Partial:
     Args:
         node: the all_reduce's input.
         activation: its dtype, which the rows and the shared expert's addend must have; otherwise
-            the
-            partial is taken as it is, since fusing the finalize would round elsewhere.
+            the partial is taken as it is, since fusing the finalize would round elsewhere.
     """
     partial = _with_finalize(node)
     if partial is None or partial.finalize is None:

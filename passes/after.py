@@ -27,7 +27,6 @@ from moe_fusion.passes.nodes import (
     calls,
     describe,
     dtype,
-    has_value,
     is_cast,
     is_reshape,
     keeps_rows,
@@ -188,15 +187,11 @@ def _scaled(node: Node, user: Node) -> tuple[float, *tuple[Node, ...]] | None:
 
 
 def _norm_comes_first(norm: Norm) -> bool:
-    """Whether the norm's output is what is added to the residual."""
-    readers = list(norm.output.users)
-    while readers:
-        user = readers.pop()
-        if add_operands(user) and has_value(user):
-            return True
-        if keeps_rows(user) or is_cast(user):
-            readers.extend(user.users)
-    return False
+    """Whether the norm's output is nothing but what is added to the residual."""
+    user = sole_user(norm.output)
+    while user is not None and (keeps_rows(user) or is_cast(user)):
+        user = sole_user(user)
+    return user is not None and add_operands(user) is not None
 
 
 def match_after(first: AllReduce) -> After | NoMatch:

@@ -299,6 +299,16 @@ def test_no_residual():
     assert_fused(function, inputs.make(), residual="none")
 
 
+def test_a_normalised_embedding_that_is_the_residual_as_well():
+    """minimax's residual is what its norm gives: attention reads it too, so it is no post-norm."""
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        normed = spellings.norm_a(spellings.functional(shared), norm_weight)
+        return normed + normed.sin()
+
+    assert_fused(function, inputs.make(), residual="none")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(2, 3), (1, 6)], ids=str)
 def test_a_view_of_the_sum_is_normalised_and_the_sum_read_elsewhere(shape, dtype):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import bench_ranks
 import pytest
@@ -373,3 +374,16 @@ def test_a_run_on_a_gpu_is_right_and_above_the_floor(tune):
             least = case["launch_us"] if name.startswith("inductor") else case["floor_us"]
             assert 0.0 < least < timed["us"] < 1000.0
             assert least < timed["cold_us"] < 1000.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_the_hosts_part_has_a_figure_for_each_way_to_call(tmp_path):
+    saved = tmp_path / "host_cost.json"
+    script = Path(__file__).parents[1] / "benchmarks" / "host_cost.py"
+    command = [sys.executable, str(script), "--repeats", "5", "--json", str(saved)]
+    subprocess.run(command, check=True, timeout=240)
+    us = json.loads(saved.read_text())["us"]
+    assert list(us) == ["launch", "empty op", "op", "empty op, compiled", "op, compiled"]
+    assert 0.0 < us["launch"] < us["empty op"] < us["op"] < 1000.0
+    assert 0.0 < us["empty op, compiled"] < us["op, compiled"] < 1000.0

@@ -21,9 +21,11 @@ from checks import error
 from families import GATED, OVERFLOW
 from refused_tails import CASES
 from shared_places import PLACES
+from torch_versions import OLD_TORCH
 from tracing import trace
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, *HALVES)
 MODES = ("static", "marked", "dynamic")
 BATCH = 8  # rows of one graph
 TOKENS = 10
@@ -124,6 +126,7 @@ ADDENDS = {
     **dict.fromkeys(SCALED_AFTER, NONE),
     **dict.fromkeys((*WITH_ADDEND, *BIASED), AFTER),
 }
+WIDE_ADDEND = "what is added after the reduction is torch.float32: expected {}"
 # In fp16 an addend that is scaled up alone could overflow where the sum does not: before the
 # reduction the partial is then taken as it is, after it the tail is refused.
 TAKEN_AS_IT_IS = ("add of shared, alpha", *SCALED_BEFORE)
@@ -166,6 +169,8 @@ def _row(total, partial, finalize, norm, reduce):
         but[torch.float16] = Found((("finalized", ADDENDS[total]),))
     if total in OVERFLOWING:
         but[torch.float16] = Found((), (OVERFLOW,))
+    if OLD_TORCH and total == "addcmul(y, shared, s)":  # y + 1 * shared * s in fp32
+        but |= {dtype: Found((), (WIDE_ADDEND.format(dtype),)) for dtype in HALVES}
     name = f"{finalize} | {partial} | {reduce} | {total} | {norm}"
     return Row(
         name,
@@ -188,7 +193,10 @@ def placed():
     for name, (function, (form, shared, before, after)) in PLACES.items():
         left = (GATED,) * after
         found = Found(((form, shared),), left)
-        yield Row(name, function, found, all_reduces=before, masked=False)
+        but = {}
+        if OLD_TORCH and name == "addcmul of the shared output and its gate":  # in fp32 an add
+            but[torch.float32] = Found((("permuted rows", BEFORE),))
+        yield Row(name, function, found, but, all_reduces=before, masked=False)
 
 
 def refused():
@@ -199,6 +207,8 @@ def refused():
         }
         if name in REFUSED_BUT:
             but[torch.float32] = Found((("permuted rows", REFUSED_BUT[name]),))
+        if OLD_TORCH and name == "wide_residual_read_rounded_and_unrounded":  # then only unrounded
+            but |= dict.fromkeys(HALVES, Found((("permuted rows", NONE),)))
         yield Row(name, function, Found((), (reason,)), but)
 
 

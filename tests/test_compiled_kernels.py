@@ -10,6 +10,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 import torch  # noqa: E402
+from torch.torch_version import TorchVersion  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
@@ -52,7 +53,8 @@ POINTERS = {
 
 
 REGISTERS = 65536  # of a multiprocessor
-STACK_BYTES_OF_MANY_ROWS = 8  # once a row, which is no matter beside what a row moves
+# Once a row, which is no matter beside what a row moves.
+STACK_BYTES_OF_MANY_ROWS = 8 if TorchVersion(triton.__version__) >= "3.7" else 16
 SHARED_BYTES = 100 << 10  # of one of the smallest that is supported, compute capability 8.6
 REGISTER_GRANULARITY = 8  # a thread's are allocated by so many
 

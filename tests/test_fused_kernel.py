@@ -8,7 +8,7 @@ from dataclasses import replace
 import interpreted_ranks as ranks
 import pytest
 import torch
-from rank_pool import RankPool, interpreting_pool
+from rank_pool import interpreting, interpreting_pool
 from tail_cases import (
     Case,
     assert_close,
@@ -189,7 +189,7 @@ def test_fresh_processes_give_the_same_bits(tmp_path):
     for run in range(3):
         folder = tmp_path / str(run)
         folder.mkdir()
-        fresh = RankPool(2, TRITON_INTERPRET="1")
+        fresh = interpreting(2)
         try:
             workspace = make_workspace(fresh, folder)
             outputs += fresh.run(ranks.run_cases, workspace, [Case(3, 264, top_k=4, seed=90)])

@@ -17,6 +17,7 @@ import torch.distributed._functional_collectives as funcol
 from checks import RANKS, assert_fused, error
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch_versions import NEW_TORCH_ONLY
 from tracing import Tracer, trace
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -271,6 +272,7 @@ def test_a_coalesced_all_reduce_of_one_is_merged_with_another():
     assert traced.report.all_reduces_before == 2
 
 
+@NEW_TORCH_ONLY
 @pytest.mark.parametrize("spelling", ["a group", "in place"])
 def test_the_group_itself_instead_of_its_name(spelling):
     """``compile_on_one_rank`` leaves the group as an attribute of the graph module."""

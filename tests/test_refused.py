@@ -13,6 +13,7 @@ from conftest import make_fake_group
 from refused_tails import reduced
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch_versions import NEW_TORCH_ONLY
 from tracing import CEILING, trace
 
 from moe_fusion import FusionConfig, MoEFusionPass, UnfusedTailError
@@ -79,6 +80,7 @@ def test_a_coalesced_all_reduce():
     assert_untouched(function, "the all_reduce is coalesced with others", inputs.make())
 
 
+@NEW_TORCH_ONLY
 @pytest.mark.usefixtures("fake_group")
 def test_a_group_that_a_mesh_hands_over_in_each_call():
     """``compile_on_one_rank``: another rank's mesh may hold a group of another name."""

@@ -19,6 +19,7 @@ from regressions import (
     wide,
 )
 from torch._dynamo import mark_dynamic
+from torch_versions import OLD_TORCH
 from tracing import CEILING
 
 import moe_fusion
@@ -421,9 +422,6 @@ EPS_TENSORS = {
     "rounded to bf16": lambda x, w: (w[0].abs() * 1234.567).bfloat16().float(),
     "read from an integer": lambda x, w: torch.full((), 3, dtype=torch.int64) * w[0].abs(),
 }
-
-
-OLD_TORCH = torch.__version__ < "2.13"  # its Inductor drops a conversion there and back
 
 
 @each([case for case in EPS_TENSORS if not (OLD_TORCH and "rounded" in case)])

@@ -18,6 +18,7 @@ from regressions import (
     reduce,
     wide,
 )
+from torch_versions import NEW_TORCH_ONLY
 from tracing import trace
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -348,6 +349,7 @@ def test_a_sum_that_is_added_to_itself_is_reduced_once(case, finalized, dtype):
     assert "its own" not in traced.report.sites[0].shared
 
 
+@NEW_TORCH_ONLY
 def test_a_sum_that_is_added_to_a_multiple_of_itself_by_a_tensor_is_refused():
     def function(rows, weights, index, shared, residual, norm_weight):
         y = reduce(finalize(rows, weights, index))

@@ -10,6 +10,7 @@ from checks import assert_fused, assert_untouched
 from spellings import functional as reduce
 from spellings import norm_a as norm
 from spellings import where_masked as finalize
+from torch_versions import NEW_TORCH_ONLY
 from tracing import trace
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -188,7 +189,9 @@ def test_a_scale_of_several_elements_is_refused(case):
     assert_untouched(function, reason, inputs.make(missing=True))
 
 
-@pytest.mark.parametrize("case", ["(y + shared) * s", "addcmul(y, shared, s)"])
+@pytest.mark.parametrize(
+    "case", ["(y + shared) * s", pytest.param("addcmul(y, shared, s)", marks=NEW_TORCH_ONLY)]
+)
 def test_in_fp16_no_addend_is_scaled_by_a_tensor(case):
     reason = "an addend that is scaled up alone could overflow float16"
     data = inputs.make(torch.float16, missing=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import workspace_ranks as ranks
-from rank_pool import RankPool, interpreting_pool
+from rank_pool import interpreting, interpreting_pool
 from tail_cases import assert_close
 from workspace_ranks import CEILING, SMALL
 
@@ -129,7 +129,7 @@ def test_a_first_call_inside_graph_capture_says_what_to_call_before(pool, tmp_pa
 
 
 def test_a_rank_that_dies_is_named_by_check_and_by_the_next_call(tmp_path):
-    pool = RankPool(2, TRITON_INTERPRET="1")
+    pool = interpreting(2)
     try:
         pool.run(ranks.join, str(tmp_path), "store")
         options = {"config": {"peer_timeout_s": 1.0}}

@@ -3,7 +3,7 @@
 A norm that is written out ends in a *form*; a norm that is one op of another library needs no code
 here: it is registered, and ``passes/norm_ops.py`` finds it.
 
-What is written out has a core, ``x * rsqrt(mean(x ** 2, -1) + eps)``, which :func:`match_core`
+What is written out has a core, ``x * rsqrt(mean(x ** 2, -1) + eps)``, which :func:`match_cores`
 finds from the residual sum downwards. What follows the core is a form: a function from the core's
 last node to a :class:`Norm`, listed in ``FORMS``. A new spelling is one such function and one
 snapshot test.
@@ -11,7 +11,7 @@ snapshot test.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -143,13 +143,12 @@ def _core_of(square: Node, residual_sum: Node) -> Core | None:
     return None
 
 
-def match_core(residual_sum: Node) -> Core | None:
-    """The core of an RMSNorm that reads ``residual_sum``, directly, widened or viewed, or None."""
+def match_cores(residual_sum: Node) -> Iterator[Core]:
+    """The cores of RMSNorms that read ``residual_sum``, directly, widened or viewed."""
     for x in same_rows(residual_sum):
         for square in _squares(x):
             if core := _core_of(square, residual_sum):
-                return core
-    return None
+                yield core
 
 
 def _weighted(node: Node | None, normalised: Node) -> tuple[Node, float] | None:
@@ -216,14 +215,23 @@ FORMS: tuple[Callable[[Core, torch.dtype], Norm | None], ...] = (
 
 
 def match_norm(residual_sum: Node, activation: torch.dtype) -> Norm | NoMatch:
-    """The RMSNorm that reads ``residual_sum``.
+    """An RMSNorm that reads ``residual_sum``: of several the first that the op can express.
 
     Args:
         residual_sum: the node whose rows are normalised, alone or after a registered op has added
             another to it.
         activation: the dtype that the norm's output must have.
     """
-    norm = registered_norm(residual_sum) or written_norm(residual_sum, activation)
+    registered = registered_norm(residual_sum)
+    found = [] if registered is None else [registered]
+    found += (_written_norm(core, activation) for core in match_cores(residual_sum))
+    found = [_checked(norm, residual_sum, activation) for norm in found]
+    norms = (norm for norm in found if isinstance(norm, Norm))
+    return next(norms, (*found, NoMatch("no RMSNorm reads the sum", residual_sum))[0])
+
+
+def _checked(norm: Norm | NoMatch, residual_sum: Node, activation: torch.dtype) -> Norm | NoMatch:
+    """``norm``, unless its output is not what the op gives."""
     if isinstance(norm, NoMatch):
         return norm
     if dtype(norm.output) != activation:
@@ -234,11 +242,8 @@ def match_norm(residual_sum: Node, activation: torch.dtype) -> Norm | NoMatch:
     return norm
 
 
-def written_norm(residual_sum: Node, activation: torch.dtype) -> Norm | NoMatch:
-    """Matches a core and one of the forms."""
-    core = match_core(residual_sum)
-    if core is None:
-        return NoMatch("no RMSNorm reads the sum", residual_sum)
+def _written_norm(core: Core, activation: torch.dtype) -> Norm | NoMatch:
+    """The norm that has ``core``, in one of the forms."""
     for form in FORMS:
         norm = form(core, activation)
         if norm is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
-from moe_fusion.passes.addends import opened
+from moe_fusion.passes.addends import Addend, opened
 from moe_fusion.passes.after import After, match_after
 from moe_fusion.passes.collectives import AllReduce, is_reduced, match_all_reduce, reduced_by
 from moe_fusion.passes.nodes import (
@@ -150,16 +150,18 @@ def _sent(first: AllReduce, after: After) -> Tail:
 
 
 def _yields(tail: Tail) -> NoMatch | None:
-    """Leaves the sum to another all_reduce in it that has a finalize, where this one has none."""
+    """Leaves the norm to another all_reduce of the same sum, if only that one has a finalize."""
     if tail.partials[0].finalize is not None:
         return None
-    for part in (part for addend in tail.after.replicated for part in opened(addend)[0]):
+    after = tail.after
+    addends = [Addend(node, dtype(node)) for node in (after.residual,) if node is not None]
+    for part in (part for addend in (*after.replicated, *addends) for part in opened(addend)[0]):
         other = reduced_by(part.node)
-        if other is None or other.group != tail.anchor.group:
-            continue
-        better = _match(other.node)  # which does not yield in turn
+        better = None if other is None else _match(other.node)  # which does not yield in turn
         if isinstance(better, Tail) and better.top_k is not None:
-            return NoMatch("another all_reduce of the same sum has the finalize", other.node)
+            return NoMatch(
+                "another all_reduce of the same sum has the finalize", better.anchor.node
+            )
     return None
 
 

@@ -496,3 +496,23 @@ def test_a_constant_vector_plus_one_element_is_the_weight_itself(case):
     function = tail(close=lambda total, w: norm(total, BIASES[case](w)))
     data = inputs.make(torch.float32, missing=True)
     assert ", 0, 1, 1, 0)" in assert_fused(function, data).after[0]
+
+
+FIRST_NORMS = {
+    "its output is wide": lambda x, w: w * x,
+    "its weight is a matrix": lambda x, w: x * x.sin(),
+}
+
+
+@each(FIRST_NORMS)
+def test_of_two_norms_the_one_that_the_op_can_express_is_found(case):
+    """Only the first was looked at, and what is wrong with it was the reason for a refusal."""
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        total = residual + reduce(finalize(rows, weights, index))
+        x = wide(total)  # with an eps of its own, lest both norms be one in part
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3)
+        first = FIRST_NORMS[case](x, norm_weight.to(x.dtype))
+        return first, norm(total, norm_weight), total
+
+    assert_fused(function, inputs.make(missing=True), slack=1.1, finalize="permuted rows")

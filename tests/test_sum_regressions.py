@@ -5,6 +5,8 @@ from __future__ import annotations
 import inputs
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from checks import assert_exact, assert_fused, assert_untouched
 from regressions import (
     HALVES,
@@ -396,4 +398,29 @@ def test_a_second_sum_that_is_added_twice_counts_twice(dtype):
 
     data = inputs.make(dtype, missing=True)
     traced = assert_fused(function, data, slack=1.1, shared="its own all_reduce")
+    assert traced.report.all_reduces_before == 2
+
+
+PARALLEL_BLOCKS = {
+    "after the residual": lambda residual, dense, routed: (residual + dense) + routed,
+    "first": lambda residual, dense, routed: residual + (dense + routed),
+    "last": lambda residual, dense, routed: residual + (routed - dense),
+}
+
+
+@each(PARALLEL_BLOCKS)
+@both_dtypes
+def test_a_sum_over_another_group_leaves_the_norm_to_the_one_with_the_finalize(case, dtype):
+    """Attention's, over the tensor-parallel group, took the tail of the experts of another one."""
+    group = dist.new_group([0, 1]).group_name
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        dense = reduce(shared)
+        routed = funcol.all_reduce(finalize(rows, weights, index), "sum", group)
+        total = PARALLEL_BLOCKS[case](residual, dense, routed)
+        return norm(total, norm_weight), total
+
+    left = {"another all_reduce of the same sum has the finalize": 1}
+    expected = {"finalize": "permuted rows", "group": group}
+    traced = assert_fused(function, inputs.make(dtype, missing=True), left=left, **expected)
     assert traced.report.all_reduces_before == 2

@@ -41,7 +41,7 @@ from moe_fusion.passes.nodes import (
     tensor_terms,
 )
 from moe_fusion.passes.norm_parts import Norm, ResidualSum
-from moe_fusion.passes.norms import match_norm, reads_layer_norm
+from moe_fusion.passes.norms import match_norm, reads_layer_norm, unknown_core
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,7 @@ class _Path:
         self.node = user
 
 
+_CORE = "x * rsqrt(mean(x ** 2, -1) + eps)"
 _WHY_NOT: dict[Any, str] = {
     aten.slice.Tensor: "a slice comes between the all_reduce and the norm",
     aten.cat.default: "a cat comes between the all_reduce and the norm",
@@ -114,6 +115,8 @@ def _why_not(node: Node, user: Node | None) -> NoMatch:
         readers = [n for n in node.users if n.op != "output"]
         if not readers:
             return NoMatch("no RMSNorm reads the sum", node)
+        if (core := unknown_core(node)) is not None:
+            return NoMatch(f"the RMSNorm is not one that is known: expected {_CORE}", core)
         names = ", ".join(sorted({describe(n) for n in readers}))
         return NoMatch(f"what the all_reduce feeds is read several times ({names})", node)
     if user.op == "output":

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from moe_fusion.passes.nodes import (
@@ -69,24 +70,35 @@ def _squares(x: Node) -> list[Node]:
     ]
 
 
-def _is_row_mean(node: Node | None, rank: int) -> TypeGuard[Node]:
-    """Whether ``node`` is ``mean(., -1)`` of a tensor with ``rank`` dimensions."""
-    if not calls(node, aten.mean.dim) or set(node.kwargs) - {"dtype"}:
+def _over_rows(node: Node | None, rank: int, *reductions: OpOverload) -> TypeGuard[Node]:
+    """Whether ``node`` reduces the last one of ``rank`` dimensions."""
+    if not calls(node, *reductions) or set(node.kwargs) - {"dtype"}:
         return False
     return list(arg(node, 1)) in ([-1], [rank - 1])
 
 
 def _row_mean(square: Node) -> tuple[Node, ...]:
     """The nodes of the mean over rows, whose last keeps the dimension; none if there is no mean."""
-    mean = sole_user(square)
-    rank = len(shape(square))
-    if not _is_row_mean(mean, rank):
+    nodes = _reduced_rows(square)
+    if not nodes or calls(nodes[0], aten.mean.dim):
+        return nodes
+    mean, size = sole_user(nodes[-1]), shape(square)[-1]
+    if mean is None or not isinstance(size, int):
         return ()
-    if len(mean.args) == 3 and arg(mean, 2):
-        return (mean,)
-    kept = sole_user(mean)
+    return (*nodes, mean) if scaled_operand(mean) == (nodes[-1], 1.0 / size) else ()
+
+
+def _reduced_rows(square: Node) -> tuple[Node, ...]:
+    """The nodes of the mean or the sum over rows, whose last keeps the dimension."""
+    reduced = sole_user(square)
+    rank = len(shape(square))
+    if not _over_rows(reduced, rank, aten.mean.dim, aten.sum.dim_IntList):
+        return ()
+    if len(reduced.args) == 3 and arg(reduced, 2):
+        return (reduced,)
+    kept = sole_user(reduced)
     back = calls(kept, aten.unsqueeze.default) and arg(kept, 1) in (-1, rank - 1)
-    return (mean, kept) if kept is not None and back else ()
+    return (reduced, kept) if kept is not None and back else ()
 
 
 def _inverse_roots(shifted: Node) -> list[tuple[Node, ...]]:
@@ -251,12 +263,18 @@ def _written_norm(core: Core, activation: torch.dtype) -> Norm | NoMatch:
     return NoMatch("the end of the RMSNorm is not one that is known", core.scaled)
 
 
+def unknown_core(residual_sum: Node) -> Node | None:
+    """The square of ``residual_sum`` that is averaged or added up over rows, if there is one."""
+    squares = (square for x in same_rows(residual_sum) for square in _squares(x))
+    return next((square for square in squares if _reduced_rows(square)), None)
+
+
 def reads_layer_norm(residual_sum: Node) -> bool:
     """Whether a LayerNorm, whole or decomposed, reads ``residual_sum``."""
     readers = [residual_sum, *(user for user in residual_sum.users if is_widening(user))]
     return any(
         calls(user, aten.var_mean.correction, aten.native_layer_norm.default)
-        or _is_row_mean(user, len(shape(residual_sum)))
+        or _over_rows(user, len(shape(residual_sum)), aten.mean.dim)
         for reader in readers
         for user in reader.users
     )

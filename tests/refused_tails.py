@@ -119,6 +119,22 @@ def no_norm(rows, weights, index, shared, residual, norm_weight):
     return residual + reduced(rows, weights, index), residual * 2
 
 
+@case("the RMSNorm is not one that is known: expected x * rsqrt(mean(x ** 2, -1) + eps)")
+def eps_after_the_root(rows, weights, index, shared, residual, norm_weight):
+    total = residual + reduced(rows, weights, index)
+    wide = total.float()
+    root = wide.pow(2).mean(-1, keepdim=True).sqrt()
+    return norm_weight * (wide / (root + 1e-6)).to(total.dtype), total
+
+
+@case("the RMSNorm is not one that is known: expected x * rsqrt(mean(x ** 2, -1) + eps)")
+def divided_by_a_vector_norm(rows, weights, index, shared, residual, norm_weight):
+    total = residual + reduced(rows, weights, index)
+    wide = total.float()
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    return norm_weight * (wide / (length + 1e-6) * inputs.H**0.5).to(total.dtype), total
+
+
 @case("aten.sin comes between the all_reduce and the norm")
 def activation_between(rows, weights, index, shared, residual, norm_weight):
     total = residual + torch.sin(reduced(rows, weights, index))

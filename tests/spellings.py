@@ -216,6 +216,12 @@ def norm_unsqueezed(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
     return weight * wide.to(x.dtype)
 
 
+def norm_added_up(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
+    wide = x.float()
+    mean = wide.square().sum(-1, keepdim=True) / x.shape[-1]
+    return weight * (wide * torch.rsqrt(mean + eps)).to(x.dtype)
+
+
 def norm_b(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -248,6 +254,7 @@ NORMS = {
     "A, x / sqrt": norm_quotient,
     "A, pow(-0.5)": norm_power,
     "A, mean and unsqueeze": norm_unsqueezed,
+    "A, sum / H": norm_added_up,
     "B, sqrt and reciprocal": norm_reciprocal,
     "B": norm_b,
     "F.rms_norm": norm_f,

@@ -56,6 +56,11 @@ def finalize_allreduce_rms_norm(
         ValueError: a shape, a device, ``eps`` or the group is wrong.
     """
     output, shape = _opened(moe_output, residual)
+    if norm_weight is not None:
+        expect.tensor("norm_weight", norm_weight)
+    numbers = {"eps": eps, "weight_bias": weight_bias, "output_scale": output_scale}
+    for name, value in numbers.items():
+        expect.number(name, value)
     hidden_dim = output.hidden_dim
     weights = index = None
     rows = output.routed

@@ -84,7 +84,7 @@ def _split(operands: tuple[Any, ...]) -> tuple[tuple[Tensor | None, ...], tuple[
     """The op's tensors and its numbers; what is a tensor in host memory is read."""
     scalars = operands[EPS:GROUP]
     scale = operands[GROUP + 1] if len(operands) > GROUP + 1 else None
-    if type(scalars[0]) is not float or scalars[0] < 0.0:
+    if type(scalars[0]) is not float or not scalars[0] >= 0.0:
         scalars = (read_eps(scalars[0]), *scalars[1:])
     if scale is not None and scale.device.type == "cpu" and scale.dim() == 0:
         scaled = TailArguments(operands[0], output_scale=scalars[-1], output_scale_tensor=scale)

@@ -1,6 +1,6 @@
-"""Checks of tensors whose errors say what was expected and what was got.
+"""Checks of tensors and numbers whose errors say what was expected and what was got.
 
-Each takes the name that the error gives the tensor. Wrong kinds and dtypes are ``TypeError``, wrong
+Each takes the name that the error gives the value. Wrong kinds and dtypes are ``TypeError``, wrong
 shapes and devices ``ValueError``.
 """
 
@@ -21,6 +21,12 @@ def tensor(name: str, value: object) -> None:
     """``value`` is a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+
+
+def number(name: str, value: object) -> None:
+    """``value`` is a number, or what converts to one as a 0-d tensor does."""
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name}: expected a float, got {type(value).__name__}")
 
 
 def floating(name: str, value: Tensor) -> None:

@@ -23,10 +23,11 @@ def read_eps(eps: float | Tensor) -> float:
     """``eps`` as a number; a fake tensor holds none, and none is needed for the outputs' shapes.
 
     Raises:
-        ValueError: it is a tensor that is not 0-d or not in host memory, or it is negative.
+        ValueError: it is a tensor that is not 0-d or not in host memory, or a number that is
+            negative or NaN.
     """
     if not isinstance(eps, Tensor):
-        if eps < 0.0:
+        if not eps >= 0.0:
             raise ValueError(f"eps: expected a float >= 0, got {eps}")
         return eps
     if eps.dim() != 0 or eps.device.type != "cpu":

@@ -41,6 +41,10 @@ class MoEFusionPass(CustomGraphPass):
             guard is recorded then: where the range crosses the token ceiling, the op chooses its
             path in each call.
 
+    Raises:
+        ConfigError: the environment has a wrong or unknown ``MOE_FUSION_*`` variable.
+        TypeError: ``config`` is something else.
+
     Attributes:
         report: what the pass has done so far.
         served: as above; may be set before each call.
@@ -53,6 +57,8 @@ class MoEFusionPass(CustomGraphPass):
         render: bool = False,
         served: range | None = None,
     ) -> None:
+        if not isinstance(config, FusionConfig | None):
+            raise TypeError(f"config: expected a FusionConfig or None, got {type(config).__name__}")
         self.config = FusionConfig() if config is None else config
         self.render = render
         self.served = served

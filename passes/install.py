@@ -122,6 +122,7 @@ def install(config: FusionConfig | None = None) -> FusionReport:
 
     Raises:
         ConfigError: the environment has a wrong or unknown ``MOE_FUSION_*`` variable.
+        TypeError: ``config`` is something else.
     """
     ours = MoEFusionPass(config)
     new, before = _put(ours), _thread.installed
@@ -151,6 +152,7 @@ def fusing(config: FusionConfig | None = None, *, render: bool = False) -> Itera
 
     Raises:
         ConfigError: the environment has a wrong or unknown ``MOE_FUSION_*`` variable.
+        TypeError: ``config`` is something else.
     """
     ours = MoEFusionPass(config, render=render)
     _thread.blocks += 1

@@ -318,6 +318,26 @@ ERRORS = {
         ValueError,
         "eps: expected a float >= 0, got -1.0",
     ),
+    "an eps that is NaN": (
+        (DATA.shared, None, None, float("nan")),
+        ValueError,
+        "eps: expected a float >= 0, got nan",
+    ),
+    "an eps in words": (
+        (DATA.shared, None, None, "1e-6"),
+        TypeError,
+        "eps: expected a float, got str",
+    ),
+    "no eps": (
+        (DATA.shared, None, None, None),
+        TypeError,
+        "eps: expected a float, got NoneType",
+    ),
+    "a norm weight that is a list": (
+        (DATA.shared, None, [1.0] * H, EPS),
+        TypeError,
+        "norm_weight: expected a torch.Tensor, got list",
+    ),
 }
 
 
@@ -327,6 +347,13 @@ def test_errors(case):
     with pytest.raises(kind) as caught:
         finalize_allreduce_rms_norm(*arguments)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("name", ["weight_bias", "output_scale"])
+def test_errors_of_numbers(name):
+    with pytest.raises(TypeError) as caught:
+        finalize_allreduce_rms_norm(DATA.shared, None, None, EPS, **{name: None})
+    assert str(caught.value) == f"{name}: expected a float, got NoneType"
 
 
 @pytest.mark.usefixtures("fake_group")

@@ -50,6 +50,16 @@ def empty_slot():
     assert active_config() == FusionConfig()
 
 
+@pytest.mark.parametrize("wrong", ["a string", {"token_ceiling": 8}, 8])
+def test_what_is_no_configuration_is_an_error_and_leaves_the_slot_alone(wrong):
+    expected = f"config: expected a FusionConfig or None, got {type(wrong).__name__}"
+    with pytest.raises(TypeError, match=expected):
+        moe_fusion.install(wrong)
+    with pytest.raises(TypeError, match=expected), moe_fusion.fusing(wrong):
+        pass
+    assert slot() is None
+
+
 class Counting(CustomGraphPass):
     """Somebody else's pass: counts its calls and the all_reduces that it saw."""
 

@@ -412,9 +412,9 @@ def test_eps_tensor_errors(eps, message):
 
 
 @pytest.mark.usefixtures("fake_group")
-@pytest.mark.parametrize("eps", [-1e-6, -0.5])
+@pytest.mark.parametrize("eps", [-1e-6, -0.5, float("nan")])
 @pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
-def test_a_negative_eps_is_an_error(eps, fake):
+def test_an_eps_that_is_not_at_least_zero_is_an_error(eps, fake):
     mode = FakeTensorMode() if fake else contextlib.nullcontext()
     values = operands(without(eps=eps))
     if fake:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -26,6 +27,14 @@ KEYS = {
     "max_abs_diff",
     "seconds",
 }
+
+
+def test_the_version_is_the_installed_packages(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    found = importlib.metadata.version("moe-fusion")
+    assert capsys.readouterr().out == f"moe-fusion {found}\n"
 
 
 def explain(capsys, *options):

@@ -138,3 +138,7 @@ def test_errors_of_keywords():
         grouped_mm_experts(*args, group="tp")
     with pytest.raises(ValueError, match=r"shared_output: expected shape \[T, H\]"):
         grouped_mm_experts(*args, shared_expert=lambda x: x[:, :8])
+    with pytest.raises(TypeError, match="shared_expert: expected a function of hidden_states, got"):
+        grouped_mm_experts(*args, shared_expert=args[0])
+    with pytest.raises(ValueError, match="local_expert_offset: expected an id >= 0, got -1"):
+        grouped_mm_experts(*args, local_expert_offset=-1)

@@ -7,6 +7,7 @@ Each command is a module with ``add_parser(subparsers)``, which registers its op
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 
@@ -22,6 +23,8 @@ def build_parser() -> argparse.ArgumentParser:
         prog="moe-fusion",
         description="Fuse the tails of tensor-parallel MoE layers, and see what is fused.",
     )
+    version = importlib.metadata.version("moe-fusion")
+    parser.add_argument("--version", action="version", version=f"moe-fusion {version}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_parser(subparsers)

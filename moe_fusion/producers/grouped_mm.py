@@ -73,6 +73,11 @@ def grouped_mm_experts(
         TypeError: an argument has a wrong kind or dtype.
         ValueError: a shape, device, alignment or group is wrong, or the activation is unknown.
     """
+    if local_expert_offset < 0:
+        raise ValueError(f"local_expert_offset: expected an id >= 0, got {local_expert_offset}")
+    if not (shared_expert is None or callable(shared_expert)):
+        got = type(shared_expert).__name__
+        raise TypeError(f"shared_expert: expected a function of hidden_states, got {got}")
     _check_tokens(hidden_states, expert_ids, expert_weights)
     _check_weights(hidden_states, w13, w2, gated=not callable(activation))
     order, ends, index = _sort_by_expert(expert_ids, local_expert_offset, w13.shape[0])

@@ -21,6 +21,7 @@ from tracing import Tracer
 
 from moe_fusion import FusionConfig, MoEFusionPass
 from moe_fusion.integrations import vllm as plugin
+from moe_fusion.integrations.vllm_ops import register_ops
 from moe_fusion.passes import custom_ops
 from moe_fusion.passes.guards import under_ceiling
 
@@ -64,7 +65,7 @@ def vllm_modules(monkeypatch):
 @pytest.fixture
 def dialect(fake_group, vllm_modules):
     """vLLM's ops are registered; functionalization is vLLM's choice, the first version."""
-    plugin.register_ops()
+    register_ops()
     with torch._inductor.config.patch(enable_auto_functionalized_v2=False):
         yield
     custom_ops._registered.clear()

@@ -9,19 +9,12 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
-from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from moe_fusion.admission import token_ceiling
 from moe_fusion.config import ENV_PREFIX, VLLM_UNTESTED, FusionConfig
 from moe_fusion.errors import ConfigError
-from moe_fusion.passes.custom_ops import (
-    register_add_rms_norm,
-    register_all_reduce,
-    register_rms_norm,
-)
+from moe_fusion.integrations.vllm_ops import register_ops
 from moe_fusion.topology import Topology
 
 logger = logging.getLogger("moe_fusion.vllm")
@@ -29,8 +22,6 @@ logger = logging.getLogger("moe_fusion.vllm")
 TESTED_VERSIONS = ("0.33.0",)
 TESTED_PLATFORMS = ("cpu",)
 UNTESTED_VARIABLE = ENV_PREFIX + VLLM_UNTESTED.upper()
-
-_FULL_ROWS = {"variance_size": None}
 
 
 def register() -> None:
@@ -73,82 +64,6 @@ def untested(version: str, platform: str) -> str | None:
     if platform not in TESTED_PLATFORMS:
         return f"platform: expected one of {TESTED_PLATFORMS}, got {platform!r} ({hint})"
     return None
-
-
-def device_group_name(group: str) -> str:
-    """torch.distributed's name of the group that vLLM calls ``group``, such as ``"tp:0"``.
-
-    Raises:
-        LookupError: vLLM has no such group, or has destroyed it.
-    """
-    names = device_group_names()
-    if group not in names:
-        raise LookupError(f"expected one of vLLM's groups {sorted(names)}")
-    return names[group]
-
-
-def device_group_names() -> dict[str, str]:
-    """torch.distributed's name of each of vLLM's groups, by vLLM's name."""
-    from vllm.distributed import parallel_state
-
-    alive = {name: reference() for name, reference in parallel_state._groups.items()}
-    return {name: str(g.device_group.group_name) for name, g in alive.items() if g is not None}
-
-
-def register_ops() -> None:
-    """Tell the pass what vLLM's all_reduce and norm ops compute, those that this vLLM has.
-
-    Raises:
-        ValueError: an op does not have the arguments that it had when it was tested.
-    """
-    ops: dict[str, Callable[[Any], None]] = {
-        "vllm::all_reduce": _all_reduce,
-        "vllm_ir::rms_norm": _ir_rms_norm,
-        "vllm_ir::fused_add_rms_norm": _ir_add_rms_norm,
-        "_C::rms_norm": _c_rms_norm,
-        "_C::fused_add_rms_norm": _c_add_rms_norm,
-    }
-    for name, describe in ops.items():
-        namespace, _, op = name.partition("::")
-        packet = getattr(getattr(torch.ops, namespace), op, None)
-        if packet is not None:
-            describe(packet)
-
-
-def _all_reduce(op: Any) -> None:
-    register_all_reduce(
-        op, input_arg="tensor", group_arg="group_name", group_resolver=device_group_name
-    )
-
-
-def _ir_rms_norm(op: Any) -> None:
-    register_rms_norm(op, input="x", weight="weight", eps="epsilon", requires=_FULL_ROWS)
-
-
-def _ir_add_rms_norm(op: Any) -> None:
-    register_add_rms_norm(
-        op,
-        input="x",
-        residual="x_residual",
-        weight="weight",
-        eps="epsilon",
-        requires=_FULL_ROWS,
-    )
-
-
-def _c_rms_norm(op: Any) -> None:
-    register_rms_norm(op, input="input", weight="weight", eps="epsilon", mutates={"result": "norm"})
-
-
-def _c_add_rms_norm(op: Any) -> None:
-    register_add_rms_norm(
-        op,
-        input="input",
-        residual="residual",
-        weight="weight",
-        eps="epsilon",
-        mutates={"input": "norm", "residual": "residual"},
-    )
 
 
 def _hook_configurations() -> None:

@@ -10,7 +10,7 @@ from torch.fx import Graph
 from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 
 from moe_fusion.config import FusionConfig
-from moe_fusion.integrations.vllm import device_group_names
+from moe_fusion.integrations.vllm_ops import device_group_names
 from moe_fusion.passes.fusion_pass import MoEFusionPass
 from moe_fusion.passes.report import FusionReport
 

@@ -100,7 +100,7 @@ class _Path:
         self.node = user
 
 
-_CORE = "x * rsqrt(mean(x ** 2, -1) + eps)"
+_CORE = "x * rsqrt(mean(x ** 2, -1) + eps), eps >= 0"
 _WHY_NOT: dict[Any, str] = {
     aten.slice.Tensor: "a slice comes between the all_reduce and the norm",
     aten.cat.default: "a cat comes between the all_reduce and the norm",

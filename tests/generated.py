@@ -190,8 +190,9 @@ def check(output, unfused, oracle, spec):
     for got, plain, want in zip(output, unfused, oracle, strict=True):
         assert got.dtype == plain.dtype
         assert got.shape == plain.shape
-        # one rounding more or less of a few values moves the error of so small a tensor
-        assert error(got, want) <= 1.25 * error(plain, want) + 1e-6, spec
+        # each rounds at places of its own: with as few values as 32, luck decides whose is less
+        luck = torch.finfo(got.dtype).eps / 4
+        assert error(got, want) <= 1.25 * error(plain, want) + luck + 1e-6, spec
 
 
 def run_specs(rank, specs):

@@ -119,7 +119,7 @@ def no_norm(rows, weights, index, shared, residual, norm_weight):
     return residual + reduced(rows, weights, index), residual * 2
 
 
-@case("the RMSNorm is not one that is known: expected x * rsqrt(mean(x ** 2, -1) + eps)")
+@case("the RMSNorm is not one that is known: expected x * rsqrt(mean(x ** 2, -1) + eps), eps >= 0")
 def eps_after_the_root(rows, weights, index, shared, residual, norm_weight):
     total = residual + reduced(rows, weights, index)
     wide = total.float()
@@ -127,7 +127,7 @@ def eps_after_the_root(rows, weights, index, shared, residual, norm_weight):
     return norm_weight * (wide / (root + 1e-6)).to(total.dtype), total
 
 
-@case("the RMSNorm is not one that is known: expected x * rsqrt(mean(x ** 2, -1) + eps)")
+@case("the RMSNorm is not one that is known: expected x * rsqrt(mean(x ** 2, -1) + eps), eps >= 0")
 def divided_by_a_vector_norm(rows, weights, index, shared, residual, norm_weight):
     total = residual + reduced(rows, weights, index)
     wide = total.float()

@@ -13,8 +13,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,10 +22,8 @@ import torch.distributed as dist
 import triton
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from virtual_ranks import COMPILING, workspaces_are
 
-from moe_fusion import dispatch
-from moe_fusion.admission import Refusal
-from moe_fusion.buffers import Workspace
 from moe_fusion.cli.bench_cases import Case
 from moe_fusion.cli.bench_virtual import make_workspaces, share_of_multiprocessors
 from moe_fusion.contract import TailArguments
@@ -110,17 +107,6 @@ def host_us(ranks: Sequence[Run], streams: Sequence[torch.cuda.Stream], repeats:
     return statistics.median(times)
 
 
-@contextmanager
-def workspaces_are(found: Callable[[str], Workspace | Refusal]) -> Iterator[None]:
-    """Within the block the op takes the workspace that ``found`` gives for its group's name."""
-    usual = dispatch.workspace_for
-    dispatch.workspace_for = lambda *call, **_: found(call[3].group_name)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        dispatch.workspace_for = usual
-
-
 def figures(repeats: int) -> dict[str, float]:
     """Microseconds a call by what is called and how."""
     streams = [torch.cuda.Stream() for _ in range(CASE.world_size)]
@@ -136,8 +122,7 @@ def figures(repeats: int) -> dict[str, float]:
     bare = [bare_launches(args.shared_output) for args in inputs]
     compiled_tails = [torch.compile(run, fullgraph=True) for run in tails]
     compiled_empties = [torch.compile(run, fullgraph=True) for run in empties]
-    unfused = Refusal("compiling may wait for the device, and a kernel may not wait meanwhile")
-    with workspaces_are(lambda _: unfused):
+    with workspaces_are(lambda _: COMPILING):
         for run in (*compiled_tails, *compiled_empties):
             run()
         torch.cuda.synchronize()

@@ -148,7 +148,8 @@ def inverted(index: Any) -> Node | None:
     sort = getitem_of(index, 1, aten.sort.default, aten.sort.stable)
     if sort is not None:
         order: Node = strip_index(arg(sort, 0))
-        return order if is_sorted_order(order) and _is_ascending(sort) else None
+        orders = is_sorted_order(order) and is_sorted_order(index)
+        return order if orders and _is_ascending(sort) else None
     if not calls(index, aten.index_put.default) or len(index.args) != 3:
         return None
     base, indices, positions = (arg(index, place) for place in range(3))

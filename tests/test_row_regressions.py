@@ -131,3 +131,14 @@ def test_a_matrix_product_of_one_token_is_no_sum_over_experts(case):
 
     data = inputs.make(torch.float32, tokens=1, top_k=64)
     assert_fused(tail(partial), data, finalize="finalized", top_k=None)
+
+
+def sorted_by_rows(rows, weights, index):
+    order = torch.argsort(index.flatten())
+    return taken_back(rows, weights, order, torch.argsort(order.view(index.shape), -1).flatten())
+
+
+def test_an_order_that_is_sorted_row_by_row_is_not_inverted():
+    """``argsort(order.view(T, K))`` was taken for the inverse of ``order``: weights of others."""
+    data = inputs.make(torch.float32, tokens=48)
+    assert_fused(tail(sorted_by_rows), data, finalize="permuted rows")

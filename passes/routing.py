@@ -23,6 +23,7 @@ from moe_fusion.passes.nodes import (
     is_reshape,
     prims,
     same,
+    same_shape,
     shape,
     strip_casts,
     strip_reshapes,
@@ -157,7 +158,8 @@ def inverted(index: Any) -> Node | None:
     if len(indices) != 1 or not counts or positions.kwargs.get("step") != 1:
         return None
     perm: Node = indices[0]
-    return strip_index(perm) if covers(perm, base) else None
+    counted = same_shape(shape(positions), shape(perm))
+    return strip_index(perm) if counted and covers(perm, base) else None
 
 
 def _is_ascending(sort: Node) -> bool:

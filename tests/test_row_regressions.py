@@ -142,3 +142,16 @@ def test_an_order_that_is_sorted_row_by_row_is_not_inverted():
     """``argsort(order.view(T, K))`` was taken for the inverse of ``order``: weights of others."""
     data = inputs.make(torch.float32, tokens=48)
     assert_fused(tail(sorted_by_rows), data, finalize="permuted rows")
+
+
+def weighted_by_index(rows, weights, index):
+    """Rows that are taken by their places among those of their token."""
+    places = torch.empty_like(index.flatten().long())
+    places[index.long()] = torch.arange(index.shape[1])
+    scores = weights.flatten()[index.long()].reshape(-1, 1)
+    return (rows[: index.numel()] * scores)[places].view(*index.shape, -1).sum(1)
+
+
+def test_positions_that_broadcast_to_the_index_invert_nothing():
+    """``inverse[map] = arange(K)`` was taken for an inverse of the map: weights of others."""
+    assert_fused(tail(weighted_by_index), inputs.make(torch.float32, tokens=48))

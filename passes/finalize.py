@@ -29,7 +29,14 @@ from moe_fusion.passes.nodes import (
     shape,
     strip_reshapes,
 )
-from moe_fusion.passes.routing import Index, Mask, in_token_order, tokens_of, unclamped
+from moe_fusion.passes.routing import (
+    Index,
+    Mask,
+    in_token_order,
+    strip_index,
+    tokens_of,
+    unclamped,
+)
 from moe_fusion.passes.rows import Walk, Weight
 
 
@@ -159,11 +166,23 @@ def _accumulation(node: Node) -> tuple[Node, Node, Node] | None:
     """The base, the index and the rows that ``node`` adds to the base along dimension 0."""
     if calls(node, aten.index_add.default, aten.scatter_add.default) and len(node.args) == 4:
         plain = node.kwargs.get("alpha", 1) == 1 and arg(node, 1) == 0
-        return (arg(node, 0), arg(node, 2), arg(node, 3)) if plain else None
+        base, index, rows = arg(node, 0), arg(node, 2), arg(node, 3)
+        whole = calls(node, aten.index_add.default) or _in_every_column(index, rows)
+        return (base, index, rows) if plain and whole else None
     # index_add decomposes into an accumulating index_put in most dtypes.
     if calls(node, aten.index_put.default) and node.args[3:] == (True,) and len(arg(node, 1)) == 1:
         return arg(node, 0), arg(node, 1)[0], arg(node, 2)
     return None
+
+
+def _in_every_column(index: Node, rows: Node) -> bool:
+    """Whether ``index`` is one number for each of the ``rows``, spread over all columns."""
+    spread = strip_index(index)
+    if not calls(spread, aten.expand.default):
+        return False
+    column = shape(arg(spread, 0))
+    shapes_fit = all(same_shape(shape(each), shape(rows)) for each in (index, spread))
+    return shapes_fit and len(column) == 2 and same(column[1], 1)
 
 
 def _divisor(tokens: Node) -> tuple[int, ...]:

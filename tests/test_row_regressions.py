@@ -155,3 +155,29 @@ def weighted_by_index(rows, weights, index):
 def test_positions_that_broadcast_to_the_index_invert_nothing():
     """``inverse[map] = arange(K)`` was taken for an inverse of the map: weights of others."""
     assert_fused(tail(weighted_by_index), inputs.make(torch.float32, tokens=48))
+
+
+def added_at(tokens_of):
+    """Weighted rows that scatter_add adds at an index that is made of their tokens."""
+
+    def partial(rows, weights, index):
+        order = torch.argsort(index.flatten())
+        weighted = rows[: len(order)] * weights.flatten()[order].unsqueeze(-1)
+        tokens = tokens_of(order // index.shape[1])
+        return rows.new_zeros(len(index), H).scatter_add(0, tokens, weighted)
+
+    return tail(partial)
+
+
+PARTS_OF_ROWS = {
+    "the first column": lambda tokens: tokens.unsqueeze(-1),
+    "half of the columns": lambda tokens: tokens.unsqueeze(-1).expand(-1, H // 2),
+    "a token for each column": lambda tokens: tokens.expand(len(tokens), H),
+}
+
+
+@each(PARTS_OF_ROWS)
+def test_a_scatter_add_of_less_than_whole_rows_is_left_to_the_graph(case):
+    """An index of fewer columns, or of the other dimension, was taken for one of whole rows."""
+    data = inputs.make(torch.float32, tokens=H // 2)  # as many rows as columns
+    assert_fused(added_at(PARTS_OF_ROWS[case]), data, finalize="finalized")

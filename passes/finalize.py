@@ -157,6 +157,8 @@ def added_by_token(node: Node) -> Reduction | None:
         perm = tokens_of(tokens, top_k)
         if perm is None or not same(shape(perm)[0], shape(base)[0] * top_k):
             continue
+        if not same(shape(rows)[0], shape(perm)[0]):
+            continue
         walk = Walk(rows, index=Index(perm, inverse=True))
         return Reduction(walk, top_k, None if constant(base) == 0.0 else base)
     return None

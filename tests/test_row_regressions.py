@@ -181,3 +181,13 @@ def test_a_scatter_add_of_less_than_whole_rows_is_left_to_the_graph(case):
     """An index of fewer columns, or of the other dimension, was taken for one of whole rows."""
     data = inputs.make(torch.float32, tokens=H // 2)  # as many rows as columns
     assert_fused(added_at(PARTS_OF_ROWS[case]), data, finalize="finalized")
+
+
+def one_row_for_all(rows, weights, index):
+    order = torch.argsort(index.flatten())
+    return rows[: len(index)].sin().index_put([order // index.shape[1]], rows[:1], accumulate=True)
+
+
+def test_one_row_that_is_added_to_every_token_is_not_gathered():
+    """It was taken for T * K rows, and the op read past its end: IndexError."""
+    assert_fused(tail(one_row_for_all), inputs.make(torch.float32), finalize="finalized")

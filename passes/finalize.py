@@ -242,6 +242,11 @@ def _zeroed(weight: Weight, index: Index | None) -> Mask | None:
     return None
 
 
+def _is_clamped(index: Index | None, source: Node) -> bool:
+    """Whether ``index`` is the map ``source``, but for its negative entries."""
+    return index is not None and not index.inverse and unclamped(index.node) is source
+
+
 def _explain(reduction: Reduction, ends: tuple[Node, ...]) -> Finalize | None:
     walk = reduction.walk
     walk.run()
@@ -251,7 +256,7 @@ def _explain(reduction: Reduction, ends: tuple[Node, ...]) -> Finalize | None:
     masks, absent = list(walk.masks), None
     if walk.present is not None:
         source, mask = walk.present
-        if mask is None or (walk.index is not None and unclamped(walk.index.node) is source):
+        if mask is None or _is_clamped(walk.index, source):
             absent = source
         else:
             masks.append(mask)

@@ -177,7 +177,7 @@ def padded(walk: Walk) -> bool:
     node, index = walk.node, walk.index
     if index is None or not calls(node, aten.cat.default) or len(node.args) != 1:
         return False
-    if len(shape(node)) != 2:
+    if index.inverse or len(shape(node)) != 2:
         return False
     parts = arg(node, 0)
     found = replaced(index.node)

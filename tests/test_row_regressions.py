@@ -191,3 +191,31 @@ def one_row_for_all(rows, weights, index):
 def test_one_row_that_is_added_to_every_token_is_not_gathered():
     """It was taken for T * K rows, and the op read past its end: IndexError."""
     assert_fused(tail(one_row_for_all), inputs.make(torch.float32), finalize="finalized")
+
+
+def permuted_then_masked(rows, weights, index):
+    """A mask that asks the permutation itself: all of it is there."""
+    order = torch.argsort(index.flatten())
+    back = torch.zeros_like(rows[: len(order)]).index_put([order], rows[: len(order)])
+    back = torch.where((order >= 0).unsqueeze(-1), back, 0.0)
+    return (back.view(*index.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+def permuted_with_zeros(rows, weights, index):
+    """The row of zeros goes where the permutation says nothing: to the last place."""
+    last = index.numel() - 1
+    places = torch.where(index.flatten() == last, -1, index.flatten())
+    places = torch.where(places >= 0, places, last).long()
+    padded = torch.cat([rows[:last], rows.new_zeros(1, H)])
+    back = torch.empty_like(padded).index_put([places], padded)
+    return (back.view(*index.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+INVERSES = {"masked": permuted_then_masked, "with a row of zeros": permuted_with_zeros}
+
+
+@each(INVERSES)
+def test_a_permutation_whose_signs_are_asked_is_still_inverted(case):
+    """What says which entries are there was taken for the map, though it is the inverse's."""
+    data = inputs.make(torch.float32, tokens=8)
+    assert_fused(tail(INVERSES[case]), data, finalize="permuted rows")

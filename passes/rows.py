@@ -186,6 +186,8 @@ def padded(walk: Walk) -> bool:
     source, row = found
     if not same(shape(parts[0])[0], int(row)) or not same(shape(parts[1])[0], 1):
         return False
+    if walk.present is not None and walk.present[0] is not source:
+        return False
     walk.present = (source, None)
     return walk.step(parts[0])
 

@@ -219,3 +219,18 @@ def test_a_permutation_whose_signs_are_asked_is_still_inverted(case):
     """What says which entries are there was taken for the map, though it is the inverse's."""
     data = inputs.make(torch.float32, tokens=8)
     assert_fused(tail(INVERSES[case]), data, finalize="permuted rows")
+
+
+def absent_in_either_map(rows, weights, index):
+    other = index.flip(0)
+    padded = torch.cat([rows, rows.new_zeros(1, H)])
+    each = padded[torch.where(index >= 0, index, len(rows))]
+    each = torch.where((other >= 0).unsqueeze(-1), each, 0.0)
+    return (each * weights.unsqueeze(-1)).sum(1)
+
+
+def test_a_mask_of_another_map_counts_beside_a_row_of_zeros():
+    """The row of zeros, which says what is absent too, made the pass forget the mask."""
+    data = inputs.make(torch.float32, tokens=24, missing=True)
+    data.rows = data.rows.nan_to_num(0.5)
+    assert_fused(tail(absent_in_either_map), data)

@@ -189,6 +189,7 @@ def padded(walk: Walk) -> bool:
     if walk.present is not None and walk.present[0] is not source:
         return False
     walk.present = (source, None)
+    walk.index = Index(source)  # there is no weight for the row of zeros
     return walk.step(parts[0])
 
 

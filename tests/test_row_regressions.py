@@ -234,3 +234,16 @@ def test_a_mask_of_another_map_counts_beside_a_row_of_zeros():
     data = inputs.make(torch.float32, tokens=24, missing=True)
     data.rows = data.rows.nan_to_num(0.5)
     assert_fused(tail(absent_in_either_map), data)
+
+
+def weighted_before_zeros(rows, weights, index):
+    scores = weights.flatten().flip(0).unsqueeze(-1)
+    weighted = rows[: index.numel()] * scores
+    padded = torch.cat([weighted, weighted.new_zeros(1, H)])
+    return padded[torch.where(index >= 0, index, index.numel())].sum(1)
+
+
+def test_rows_that_are_weighted_before_a_row_of_zeros_is_appended():
+    """The weight of the row of zeros was looked up, which has none: IndexError."""
+    data = inputs.make(torch.float32, tokens=24, missing=True)
+    assert_fused(tail(weighted_before_zeros), data, finalize="permuted rows")

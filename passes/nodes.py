@@ -210,11 +210,14 @@ def terms(node: Node) -> tuple[tuple[Any, float], tuple[Any, float]] | None:
 
 
 def _terms_of_addcmul(node: Node) -> tuple[tuple[Any, float], tuple[Any, float]] | None:
-    value = constant(node.kwargs.get("value", 1))
+    base, value = arg(node, 0), constant(node.kwargs.get("value", 1))
     for operand, factor in either_order((arg(node, 1), arg(node, 2))):
         number = constant(factor)
-        if value is not None and number is not None and constant(operand) is None:
-            return (arg(node, 0), 1.0), (operand, value * number)
+        if value is None or number is None or constant(operand) is not None:
+            continue
+        # Else the constant broadcasts them.
+        if any(same_shape(shape(each), shape(node)) for each in (base, operand)):
+            return (base, 1.0), (operand, value * number)
     return None
 
 

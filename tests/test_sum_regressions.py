@@ -20,6 +20,7 @@ from regressions import (
     reduce,
     wide,
 )
+from torch._dynamo import mark_dynamic
 from torch_versions import NEW_TORCH_ONLY
 from tracing import trace
 
@@ -424,3 +425,25 @@ def test_a_sum_over_another_group_leaves_the_norm_to_the_one_with_the_finalize(c
     expected = {"finalize": "permuted rows", "group": group}
     traced = assert_fused(function, inputs.make(dtype, missing=True), left=left, **expected)
     assert traced.report.all_reduces_before == 2
+
+
+SPREAD_BY_ADDCMUL = {
+    "added to a residual": lambda y, residual, half: torch.addcmul(residual, y, half),
+    "added to itself": lambda y, residual, half: torch.addcmul(y, y, half),
+}
+
+
+@NEW_TORCH_ONLY
+@each(SPREAD_BY_ADDCMUL)
+def test_an_addcmul_by_a_constant_that_broadcasts_is_no_sum_of_rows(case):
+    """``full((2, 1, 1), 0.5)`` doubles the rows; with symbolic T half of each output was lost."""
+
+    def function(rows, weights, index, shared, residual, norm_weight):
+        half = torch.full((2, 1, 1), 0.5, dtype=shared.dtype)
+        total = SPREAD_BY_ADDCMUL[case](reduce(shared), residual, half)
+        return norm(total, norm_weight), total
+
+    data = inputs.make(torch.float32)
+    for tensor in (data.shared, data.residual):
+        mark_dynamic(tensor, 0)
+    assert_untouched(function, "aten.addcmul comes between the all_reduce and the norm", data)

@@ -87,6 +87,16 @@ def same_shape(left: tuple[Size, ...], right: tuple[Size, ...]) -> bool:
     return len(left) == len(right) and all(map(same, left, right))
 
 
+def contiguous(sizes: tuple[Size, ...], strides: tuple[Size, ...]) -> bool:
+    """Whether rows follow each other, asked without a guard."""
+    expected: Size = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if not same(size, 1) and not same(stride, expected):
+            return False
+        expected = expected * size
+    return True
+
+
 def keeps_rows(node: Node) -> bool:
     """Whether ``node`` is a view or copy under which rows stay rows, in order."""
     if not has_value(node) or not node.args or not has_value(arg(node, 0)):

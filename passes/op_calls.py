@@ -18,7 +18,16 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Node
 
-from moe_fusion.passes.nodes import NoMatch, Size, arg, aten, calls, is_reshape, same
+from moe_fusion.passes.nodes import (
+    NoMatch,
+    Size,
+    arg,
+    aten,
+    calls,
+    contiguous,
+    is_reshape,
+    same,
+)
 
 _functionalized = torch.ops.higher_order.auto_functionalized
 _SIZES = (aten.sym_size.int, aten.sym_stride.int, aten.sym_storage_offset.default)
@@ -140,21 +149,11 @@ def _is_whole(node: Node, name: str, base: Node) -> bool:
         and same(offset, held.storage_offset())
         and same(sizes[-1], held.shape[-1])
         and same(prod(sizes), held.numel())
-        and _contiguous(sizes, strides)
-        and _contiguous(tuple(held.shape), held.stride())
+        and contiguous(sizes, strides)
+        and contiguous(tuple(held.shape), held.stride())
     )
 
 
 def _sizes(values: Any) -> tuple[Size, ...]:
     """``values`` as sizes: symbolic ones are nodes."""
     return tuple(each.meta["val"] if isinstance(each, Node) else each for each in values)
-
-
-def _contiguous(sizes: tuple[Size, ...], strides: tuple[Size, ...]) -> bool:
-    """Whether rows follow each other, asked without a guard."""
-    expected: Size = 1
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if not same(size, 1) and not same(stride, expected):
-            return False
-        expected = expected * size
-    return True

@@ -19,9 +19,9 @@ from moe_fusion.passes.nodes import (
     Size,
     aten,
     calls,
+    contiguous,
     describe,
     dtype,
-    is_reshape,
     is_widening,
     num_rows,
     shape,
@@ -181,12 +181,18 @@ def _check(tail: Tail) -> NoMatch | None:
 
 
 def _strided_reader(node: Node) -> Node | None:
-    """An ``as_strided`` of ``node`` or of a view of it: the op's outputs are contiguous."""
-    for user in node.users:
-        if calls(user, aten.as_strided.default):
-            return user
-        if is_reshape(user) and (found := _strided_reader(user)) is not None:
-            return found
+    """An ``as_strided`` of what has its strides from ``node``: the op's outputs are contiguous."""
+    value = node.meta["val"]
+    if contiguous(tuple(value.shape), value.stride()):
+        return None
+    pending, seen = [node], set[Node]()
+    while pending:
+        for user in pending.pop().users:
+            if calls(user, aten.as_strided.default):
+                return user
+            if user not in seen:
+                seen.add(user)
+                pending.append(user)
     return None
 
 

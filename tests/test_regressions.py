@@ -433,6 +433,10 @@ STRIDED = {
     "a view of the sum": lambda total, rows: total.view(H, H, 1).as_strided((H, H), (1, H)),
     "the norm's output": lambda total, rows: rows.as_strided((H, H), (1, H)),
     "a view of the output": lambda total, rows: rows.unsqueeze(0).as_strided((H, H), (1, H)),
+    "the sum, transposed": lambda total, rows: total.T.as_strided((H, H), (H, 1)),
+    "a slice of the sum": lambda total, rows: total[1:].as_strided((H - 1, H), (H, 1)),
+    "what has the strides of the sum": lambda total, rows: (total * 2).as_strided((H, H), (H, 1)),
+    "the output, transposed": lambda total, rows: rows.T.as_strided((H, H), (H, 1)),
 }
 
 
@@ -459,8 +463,8 @@ def transposed(rows, weights, index, shared, residual, norm_weight):
 
 @pytest.mark.parametrize(
     ("function", "fused"),
-    [(strided("the sum"), 0), (transposed, 1)],
-    ids=["as_strided", "returned"],
+    [(strided("the sum"), 0), (strided("the sum, transposed"), 0), (transposed, 1)],
+    ids=["as_strided", "transposed, then as_strided", "returned"],
 )
 def test_inductor_keeps_the_elements_and_strides_of_a_transposed_sum(function, fused):
     """Inductor's as_strided read the op's contiguous outputs as if they were transposed."""

@@ -32,7 +32,10 @@ def _env_fuse() -> tuple[str, ...]:
     text = _env("fuse")
     if text is None:
         return TAIL_KINDS
-    return tuple(word.strip() for word in text.split(",") if word.strip())
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not set(words) <= set(TAIL_KINDS):
+        raise ConfigError(f"{ENV_PREFIX}FUSE", f"a selection of {','.join(TAIL_KINDS)}", text)
+    return words
 
 
 def _env_strict() -> bool:
@@ -91,13 +94,14 @@ class FusionConfig:
         ceiling = self.token_ceiling
         if ceiling is not None and (type(ceiling) is not int or ceiling < 0):
             raise ConfigError("token_ceiling", "None or an int >= 0, in tokens", ceiling)
-        if isinstance(self.fuse, str) or not set(self.fuse) <= set(TAIL_KINDS):
+        kinds = isinstance(self.fuse, (tuple, list, set, frozenset))
+        if not kinds or not all(kind in TAIL_KINDS for kind in self.fuse):
             raise ConfigError("fuse", f"a selection of {TAIL_KINDS}", self.fuse)
         object.__setattr__(self, "fuse", tuple(self.fuse))
         if not isinstance(self.strict, bool):
             raise ConfigError("strict", "a bool", self.strict)
         timeout = self.peer_timeout_s
-        if not isinstance(timeout, (int, float)) or not 0.0 < timeout <= PEER_TIMEOUT_MAX_S:
+        if type(timeout) not in (int, float) or not 0.0 < timeout <= PEER_TIMEOUT_MAX_S:
             expected = f"a number of seconds > 0 and <= {PEER_TIMEOUT_MAX_S:g}"
             raise ConfigError("peer_timeout_s", expected, timeout)
 

@@ -140,12 +140,16 @@ class MoETailRMSNorm(nn.Module):
     a decoder layer is written once for MoE and dense layers, large and small batches.
 
     Args:
-        hidden_dim: H.
-        eps: of the norm.
+        hidden_dim: H, at least 1.
+        eps: of the norm, at least 0.
         weight_bias: 1.0 for Gemma's ``1 + weight``; the weight then starts at 0, else at 1.
         group: the tensor-parallel group or its name; None is the default group.
         device: of the weight.
         dtype: of the weight.
+
+    Raises:
+        TypeError: ``hidden_dim`` is no int or ``eps`` no number.
+        ValueError: either is out of its range.
     """
 
     weight: nn.Parameter
@@ -161,6 +165,13 @@ class MoETailRMSNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if type(hidden_dim) is not int:
+            raise TypeError(f"hidden_dim: expected an int, got {type(hidden_dim).__name__}")
+        if hidden_dim < 1:
+            raise ValueError(f"hidden_dim: expected at least 1, got {hidden_dim}")
+        expect.number("eps", eps)
+        if not eps >= 0.0:
+            raise ValueError(f"eps: expected a number >= 0, got {eps}")
         self.eps = eps
         self.weight_bias = weight_bias
         # By name, so that the module can be copied and outlives a group that is made anew.

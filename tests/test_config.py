@@ -96,6 +96,9 @@ WRONG = [
         {"fuse": "unfinalized"},
         "fuse: expected a selection of ('unfinalized', 'finalized'), got 'unfinalized'",
     ),
+    ({"fuse": None}, "fuse: expected a selection of ('unfinalized', 'finalized'), got None"),
+    ({"fuse": ([],)}, "fuse: expected a selection of ('unfinalized', 'finalized'), got ([],)"),
+    ({"peer_timeout_s": True}, f"peer_timeout_s: expected {SECONDS}, got True"),
     ({"strict": 1}, "strict: expected a bool, got 1"),
 ]
 
@@ -121,7 +124,7 @@ WRONG_VARIABLES = [
     (
         "FUSE",
         "finalised",
-        "fuse: expected a selection of ('unfinalized', 'finalized'), got ('finalised',)",
+        "MOE_FUSION_FUSE: expected a selection of unfinalized,finalized, got 'finalised'",
     ),
 ]
 

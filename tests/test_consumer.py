@@ -246,6 +246,22 @@ def test_the_module_starts_as_a_norm_without_a_weight(weight_bias):
     assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
 
 
+WRONG_MODULES = [
+    ({"hidden_dim": 0}, ValueError, "hidden_dim: expected at least 1, got 0"),
+    ({"hidden_dim": (H,)}, TypeError, "hidden_dim: expected an int, got tuple"),
+    ({"eps": -1e-6}, ValueError, "eps: expected a number >= 0, got -1e-06"),
+    ({"eps": float("nan")}, ValueError, "eps: expected a number >= 0, got nan"),
+    ({"eps": None}, TypeError, "eps: expected a float, got NoneType"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error_type", "message"), WRONG_MODULES)
+def test_the_module_checks_its_settings_when_it_is_made(arguments, error_type, message):
+    with pytest.raises(error_type) as caught:
+        MoETailRMSNorm(**{"hidden_dim": H, **arguments})
+    assert str(caught.value) == message
+
+
 def test_the_module_takes_a_norms_weights():
     data = inputs.make(torch.float32)
     norm = torch.nn.RMSNorm(H, EPS)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_fusion.cli import doctor
 
@@ -64,20 +64,28 @@ def test_under_a_launcher_the_group_reports_what_it_agreed():
         "doctor.add_parser(parser.add_subparsers());"
         "args = parser.parse_args(['doctor', '--json']); raise SystemExit(args.run(args))"
     )
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    launcher = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    # As torchrun does: the launcher's own store, whose port nobody else can take meanwhile.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launcher = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code],
             env=os.environ | launcher | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
     ]
-    texts = [process.communicate(timeout=120)[0] for process in processes]
+    texts, errors = zip(*(process.communicate(timeout=120) for process in processes), strict=True)
     assert [process.returncode for process in processes] == [1, 1]
+    assert texts[0], "\n".join(errors)
     group = json.loads(texts[0])["group"]
     assert group["world_size"] == 2
     assert not group["fused"]

@@ -105,6 +105,7 @@ def _world() -> Iterator[dist.ProcessGroup]:
     try:
         group = dist.group.WORLD
         assert group is not None
+        dist.barrier()  # one that left at once would break the connections of those that still join
         yield group
     finally:
         dist.destroy_process_group()

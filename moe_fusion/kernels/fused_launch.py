@@ -97,7 +97,8 @@ def _allocator(args: TailArguments) -> Callable[[], tuple[Tensor, Tensor]]:
             like.new_empty(shape, dtype=dtypes[0]),
             like.new_empty(shape, dtype=dtypes[1]),
         )
-    empty = torch._C._dynamo.guards._empty_strided_cuda
+    guards: Any = torch._C._dynamo.guards  # not in torch's stubs
+    empty = guards._empty_strided_cuda
     return lambda: (empty(shape, strides, dtypes[0]), empty(shape, strides, dtypes[1]))
 
 

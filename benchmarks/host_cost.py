@@ -14,7 +14,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,10 +21,9 @@ import torch.distributed as dist
 import triton
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from virtual_ranks import COMPILING, workspaces_are
+from virtual_ranks import COMPILING, workspaces_are, workspaces_by_name
 
 from moe_fusion.cli.bench_cases import Case
-from moe_fusion.cli.bench_virtual import make_workspaces, share_of_multiprocessors
 from moe_fusion.contract import TailArguments
 from moe_fusion.kernels.empty import empty_kernel
 from moe_fusion.op import OP
@@ -33,7 +31,6 @@ from moe_fusion.op import OP
 CASE = Case(world_size=2, num_tokens=1, hidden_dim=7168, top_k=8, dtype="bf16")
 CALLS = 32  # queued at once; a stream takes about a thousand
 WARM_UP_REPEATS = 5
-PEER_TIMEOUT_S = 20.0
 
 Run = Callable[[], object]
 
@@ -112,10 +109,7 @@ def figures(repeats: int) -> dict[str, float]:
     streams = [torch.cuda.Stream() for _ in range(CASE.world_size)]
     # A group of each rank: the op finds by it what it has planned.
     names = [dist.new_group(range(CASE.world_size)).group_name for _ in streams]
-    spaces = make_workspaces(CASE, share_of_multiprocessors(CASE.world_size))
-    by_name = dict(
-        zip(names, (replace(s, peer_timeout_s=PEER_TIMEOUT_S) for s in spaces), strict=True)
-    )
+    by_name = workspaces_by_name(CASE, names)
     inputs = [CASE.inputs(rank, "cuda") for rank in range(CASE.world_size)]
     tails = [tail_calls(args, name) for args, name in zip(inputs, names, strict=True)]
     empties = [empty_calls(args.shared_output) for args in inputs]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moe_fusion import expect
 from moe_fusion.contract import MoEOutput, UnfinalizedMoEOutput
 from moe_fusion.op import OP
-from moe_fusion.operands import ALONE
+from moe_fusion.operands import ALONE, read_eps
 from moe_fusion.topology import reducing_group
 
 
@@ -170,9 +170,7 @@ class MoETailRMSNorm(nn.Module):
         if hidden_dim < 1:
             raise ValueError(f"hidden_dim: expected at least 1, got {hidden_dim}")
         expect.number("eps", eps)
-        if not eps >= 0.0:
-            raise ValueError(f"eps: expected a number >= 0, got {eps}")
-        self.eps = eps
+        self.eps = read_eps(eps)
         self.weight_bias = weight_bias
         # By name, so that the module can be copied and outlives a group that is made anew.
         self.group_name = group.group_name if isinstance(group, dist.ProcessGroup) else group

@@ -18,7 +18,14 @@ from moe_fusion.passes.identity import answer_early, cache_key
 from moe_fusion.passes.nodes import NoMatch, dtype, has_value
 from moe_fusion.passes.partial import match_partial
 from moe_fusion.passes.render import node_texts
-from moe_fusion.passes.report import FusionReport, Left, Site, describe_left, describe_tail
+from moe_fusion.passes.report import (
+    FusionReport,
+    Left,
+    Site,
+    counted,
+    describe_left,
+    describe_tail,
+)
 from moe_fusion.passes.rewrite import rewrite
 from moe_fusion.passes.surroundings import surroundings
 from moe_fusion.passes.tail import Tail, match_tail
@@ -95,9 +102,9 @@ class MoEFusionPass(CustomGraphPass):
             graph.lint()
         reasons = dict.fromkeys(left.reason for _, left in remaining)
         logger.info(
-            "graph %d: fused %d tails, all_reduces %d -> %d%s",
+            "graph %d: fused %s, all_reduces %d -> %d%s",
             index,
-            report.fused - fused_before,
+            counted(report.fused - fused_before, "tail"),
             len(anchors),
             len(all_reduce_nodes(graph)),
             "".join(f"; left: {reason}" for reason in reasons),

@@ -165,12 +165,18 @@ class FusionReport:
                 "not (TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles anew)"
             )
         change = f"all_reduces {self.all_reduces_before} -> {self.all_reduces_after}"
-        lines = [f"moe-fusion: fused {self.fused} tails in {self.graphs} graphs, {change}"]
+        tails, graphs = counted(self.fused, "tail"), counted(self.graphs, "graph")
+        lines = [f"moe-fusion: fused {tails} in {graphs}, {change}"]
         if self.called:
-            lines[0] += f"; {self.called} tails closed by the model itself"
+            lines[0] += f"; {counted(self.called, 'tail')} closed by the model itself"
         lines += [f"  fused {site}" for site in self.sites]
         lines += [f"  left {left}" for left in self.left]
         return "\n".join(lines)
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 tail``, ``2 tails``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def text_of(nodes: Iterable[NodeText]) -> str:

@@ -22,6 +22,8 @@ KEYS = {
     "all_reduces_after",
     "tails",
     "fused",
+    "left",
+    "called",
     "refusals",
     "graphs",
     "max_abs_diff",
@@ -100,8 +102,13 @@ def test_explain_takes_tied_weights(capsys, tmp_path):
 def test_explain_says_why_an_all_reduce_stays(capsys):
     output = explain(capsys, "--factory", "factories:rms_norm")
     assert (output["fused"], output["all_reduces_before"], output["all_reduces_after"]) == (1, 2, 1)
-    assert sum(output["refusals"].values()) == 1
-    assert "max" in next(iter(output["refusals"]))
+    (left,) = output["left"]
+    assert output["refusals"] == {left["reason"]: 1}
+    assert "max" in left["reason"]
+    assert (left["anchor"], left["graph"], left["order"]) == ("all_reduce_1", 0, 1)
+    assert "factories.py:" in left["source"]
+    assert "nodes" not in left
+    assert output["called"] == 0
 
 
 def test_explain_refuses_every_tail_above_the_token_ceiling(capsys, monkeypatch):
@@ -122,7 +129,7 @@ def test_explain_as_text_shows_the_graph_and_the_reasons(capsys):
     captured = capsys.readouterr()
     for part in (
         "2 ranks",
-        "fused 1 tails in 1 graphs",
+        "fused 1 tail in 1 graph",
         "left all_reduce_1: ",
         "before:",
         "After:",

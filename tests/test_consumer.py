@@ -153,7 +153,7 @@ def test_compiled_it_is_one_op_and_the_same_bits(form, norm):
     traced = tracer(*inputs_)
     assert tracer.op_calls == traced.report.called == 1
     assert traced.report.all_reduces_before == 0
-    assert "1 tails closed by the model itself" in str(traced.report)
+    assert "1 tail closed by the model itself" in str(traced.report)
     for got, want in zip(traced.output, function(*inputs_), strict=True):
         assert torch.equal(got, want)
 
@@ -249,8 +249,8 @@ def test_the_module_starts_as_a_norm_without_a_weight(weight_bias):
 WRONG_MODULES = [
     ({"hidden_dim": 0}, ValueError, "hidden_dim: expected at least 1, got 0"),
     ({"hidden_dim": (H,)}, TypeError, "hidden_dim: expected an int, got tuple"),
-    ({"eps": -1e-6}, ValueError, "eps: expected a number >= 0, got -1e-06"),
-    ({"eps": float("nan")}, ValueError, "eps: expected a number >= 0, got nan"),
+    ({"eps": -1e-6}, ValueError, "eps: expected a float >= 0, got -1e-06"),
+    ({"eps": float("nan")}, ValueError, "eps: expected a float >= 0, got nan"),
     ({"eps": None}, TypeError, "eps: expected a float, got NoneType"),
 ]
 

@@ -59,7 +59,7 @@ def test_a_decoder_of_our_own():
     assert_same_text(*tokens_of(output, "one process", "tensor-parallel", "compiled"))
     report = output[output.index("moe-fusion:") :]
     assert report.strip() == (
-        "moe-fusion: fused 0 tails in 1 graphs, all_reduces 0 -> 0; "
+        "moe-fusion: fused 0 tails in 1 graph, all_reduces 0 -> 0; "
         "4 tails closed by the model itself"
     )
 
@@ -78,6 +78,6 @@ def test_an_unmodified_transformers_model():
 def test_tensor_parallelism_by_hand():
     output = output_of("gpt_fast_style")
     assert_same_text(*tokens_of(output, "unfused", "fused"))
-    assert "moe-fusion: fused 4 tails in 1 graphs, all_reduces 4 -> 0" in output
+    assert "moe-fusion: fused 4 tails in 1 graph, all_reduces 4 -> 0" in output
     assert output.count("finalized [1, 64] float32; shared") == 2
     assert output.count("token-major rows [1, 64] float32, top-2") == 2

@@ -557,7 +557,7 @@ def test_the_report_of_one_fused_tail_and_one_refused():
     assert "all_reduce" in Path(path).read_text().splitlines()[int(line) - 1]
     assert str(report) == "\n".join(
         [
-            "moe-fusion: fused 1 tails in 1 graphs, all_reduces 2 -> 1",
+            "moe-fusion: fused 1 tail in 1 graph, all_reduces 2 -> 1",
             (
                 f"  fused {site.anchor}: finalized [16, 64] bfloat16; shared: none; "
                 f"norm: {site.norm}; residual: bfloat16; group 0 of 2"
@@ -622,7 +622,7 @@ def test_one_log_line_for_each_graph(caplog):
             tracer(*tensors(tokens))
     lines = [record.getMessage() for record in caplog.records if record.name == "moe_fusion"]
     assert lines == [
-        "graph 0: fused 1 tails, all_reduces 1 -> 0",
+        "graph 0: fused 1 tail, all_reduces 1 -> 0",
         f"graph 1: fused 0 tails, all_reduces 1 -> 1; left: {reason}",
     ]
 

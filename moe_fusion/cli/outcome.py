@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 GRAPHS = ("nodes_before", "nodes_after")
+TEXTS = (*GRAPHS, "nodes")  # for reading
 
 
 @dataclass(frozen=True)
@@ -30,20 +31,18 @@ class Outcome:
     max_abs_diff: float | None = None
 
     def as_json(self) -> str:
-        """One JSON object; the tails' graphs are left out, as they are for reading."""
-        tails = [
-            {key: value for key, value in site.items() if key not in GRAPHS}
-            for site in self.report["sites"]
-        ]
+        """One JSON object; the graphs around each all_reduce are left out."""
         return json.dumps(
             {
                 "world_size": self.world_size,
                 "model": self.model,
                 "all_reduces_before": self.report["all_reduces_before"],
                 "all_reduces_after": self.report["all_reduces_after"],
-                "tails": tails,
+                "tails": _facts(self.report["sites"]),
                 "fused": self.report["fused"],
+                "left": _facts(self.report["left"]),
                 "refusals": self.report["refusals"],
+                "called": self.report["called"],
                 "graphs": self.report["graphs"],
                 "max_abs_diff": self.max_abs_diff,
                 "seconds": self.seconds,
@@ -72,6 +71,10 @@ class Outcome:
                 "is its reference in plain torch: step times there say nothing about a GPU."
             )
         return "\n\n".join(part.strip("\n") for part in parts)
+
+
+def _facts(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in one.items() if key not in TEXTS} for one in entries]
 
 
 def _times(seconds: dict[str, Any]) -> str:

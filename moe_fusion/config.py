@@ -149,7 +149,12 @@ def active_config() -> FusionConfig:
     The kernels of a compiled model may be called from another thread than compiled it, so
     ``install`` counts for all threads; ``fusing`` blocks of two threads do not meet.
     """
-    return _of_threads.get(_thread()) or _of_process or _defaults()
+    return given_config() or _defaults()
+
+
+def given_config() -> FusionConfig | None:
+    """The configuration of ``fusing`` or ``install``, or None: then the environment's counts."""
+    return _of_threads.get(_thread()) or _of_process
 
 
 def set_active_config(config: FusionConfig | None) -> FusionConfig | None:

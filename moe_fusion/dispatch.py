@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_fusion import reference
 from moe_fusion.admission import Refusal
 from moe_fusion.buffers import Workspace
-from moe_fusion.config import FusionConfig, active_config
+from moe_fusion.config import FusionConfig, given_config
 from moe_fusion.contract import TailArguments
 from moe_fusion.operands import EPS, GROUP, group_to_reduce, read_eps
 from moe_fusion.topology import known_group
@@ -34,10 +34,13 @@ _PLANS_MAX = 1024  # kinds of calls; a model that serves has some dozens
 
 @dataclass(frozen=True)
 class _Planned:
-    """A call of one kind, good while its group, its workspace and its configuration last."""
+    """A call of one kind, good while its group, its workspace and its configuration last.
+
+    The environment is not read again: four variables take the host longer than all the rest.
+    """
 
     group: weakref.ReferenceType[dist.ProcessGroup]
-    config: FusionConfig
+    config: FusionConfig | None
     workspace: weakref.ReferenceType[Workspace]
     launch: Launch
 
@@ -47,7 +50,7 @@ class _Planned:
         same = (
             group is not None
             and group is known_group(group_name)
-            and self.config is active_config()
+            and self.config is given_config()
         )
         return self.workspace() if same else None
 
@@ -147,7 +150,7 @@ def _plan(
     if len(_planned) >= _PLANS_MAX:
         _planned.clear()
     launch = plan_launch(args, workspace)
-    planned = _Planned(weakref.ref(group), active_config(), weakref.ref(workspace), launch)
+    planned = _Planned(weakref.ref(group), given_config(), weakref.ref(workspace), launch)
     _planned[kind] = planned
     return planned
 

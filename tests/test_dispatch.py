@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_fusion import dispatch
+from moe_fusion import config, dispatch
 from moe_fusion.buffers import STATE_WORDS, Workspace, square_sum_words
-from moe_fusion.config import FusionConfig, active_config, set_active_config
+from moe_fusion.config import FusionConfig, set_active_config
 from moe_fusion.dispatch import _kind, _Planned
 from moe_fusion.kernels import fused_launch
 from moe_fusion.kernels.fused import fused_kernel
@@ -45,7 +45,7 @@ def workspace():
 
 
 def planned(group, space):
-    return _Planned(weakref.ref(group), active_config(), weakref.ref(space), None)
+    return _Planned(weakref.ref(group), None, weakref.ref(space), None)
 
 
 def test_a_plan_ends_with_its_group_and_is_not_the_next_ones():
@@ -195,6 +195,13 @@ def test_the_kernel_gets_each_argument_in_its_place(reduced):
             expected = given(each, reduced.space)
             assert {name: found[name] for name in expected} == expected
     assert len(reduced.asked) == 2  # the second call of a kind is a planned one
+
+
+def test_a_planned_call_does_not_read_the_environment(reduced, monkeypatch):
+    each = operands(reduced.group)
+    reduced(*each)
+    monkeypatch.setattr(config, "_env", None)
+    assert reduced(*each)["routed"] == each[0].data_ptr()
 
 
 def test_rows_that_begin_anywhere_are_copied(reduced):

@@ -39,3 +39,14 @@ def normed(total, norm_weight):
     x = wide(total)
     inverse = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + spellings.EPS)
     return (norm_weight * (x * inverse)).to(norm_weight.dtype)
+
+
+def sum_in_fp32(total_of):
+    """A norm in fp32 of the sum that ``total_of`` makes of the inputs."""
+
+    def function(*tensors):
+        data = inputs.Inputs(*tensors)
+        total = total_of(data)
+        return normed(total, data.norm_weight), total
+
+    return function

@@ -17,7 +17,7 @@ from bench_figures import ENVIRONMENT, NAN, refused, result, timing, tuned
 from rank_pool import interpreting_pool
 
 from moe_fusion import reference
-from moe_fusion.cli import bench, bench_graphs, bench_real
+from moe_fusion.cli import bench, bench_flashinfer, bench_graphs, bench_real
 from moe_fusion.cli.bench_cases import (
     Case,
     byte_floor_us,
@@ -211,6 +211,29 @@ def test_real_ranks_paths_match_the_oracle(tmp_path):
         assert without > 10 * case.bound
         assert worst == [1.0, 0.0]
         assert math.isnan(spoiled[0])
+
+
+@pytest.mark.parametrize("kernel", [bench_ranks.old_kernel, bench_ranks.new_kernel])
+def test_flashinfers_kernel_is_compared_where_it_is_installed(tmp_path, kernel):
+    case = Case(2, 5, 64, 3, "bf16")
+    pool = interpreting_pool().first(2)
+    answers = pool.run(bench_ranks.beside_flashinfer, str(tmp_path), case, kernel, timeout_s=60.0)
+    for rank, (errors, made, destroyed) in enumerate(answers):
+        assert set(errors) == {"fused", "gloo", "flashinfer"}
+        error, bound = errors["flashinfer"]
+        assert errors["fused"][0] < error <= bound == 2 * case.bound  # its weights are bf16
+        assert made == [(rank, 2, 5, 64)]
+        assert destroyed == ["handles"]
+
+
+@pytest.mark.parametrize(("dtype", "taken"), [("bf16", True), ("fp16", True), ("fp32", False)])
+def test_flashinfers_kernel_takes_16_bit_rows_only(dtype, taken):
+    assert bench_flashinfer.takes(replace(SMALL, dtype=dtype)) == taken
+
+
+def test_a_package_that_is_absent_has_no_version(monkeypatch):
+    monkeypatch.setattr(bench_flashinfer, "FLASHINFER", "no_such_package")
+    assert bench_flashinfer.version() is None
 
 
 # the command

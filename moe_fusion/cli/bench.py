@@ -7,7 +7,6 @@ torchrun each rank is a process with a GPU of its own, and rank 0 prints.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import shlex
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from moe_fusion import limits
+from moe_fusion.cli import bench_flashinfer
 from moe_fusion.cli.bench_cases import Case, every_case
 from moe_fusion.cli.bench_plot import require_matplotlib, save_plot
 from moe_fusion.cli.bench_results import (
@@ -329,9 +329,9 @@ def environment(arguments: argparse.Namespace, *, real: bool) -> dict[str, Any]:
     """Where and how the run was made."""
     import triton
 
-    flashinfer = importlib.util.find_spec("flashinfer") is not None
-    if flashinfer and os.environ.get("RANK", "0") == "0":
-        print("flashinfer: present, not compared", file=sys.stderr)
+    flashinfer = bench_flashinfer.version()
+    if flashinfer is not None and not real:
+        print("flashinfer: compared between real ranks only", file=sys.stderr)
     return {
         "mode": "real" if real else "virtual",
         "device": torch.cuda.get_device_name(),
@@ -342,5 +342,5 @@ def environment(arguments: argparse.Namespace, *, real: bool) -> dict[str, Any]:
         "repeats": arguments.repeats,
         "baseline": arguments.baseline,
         "terabytes_per_s": arguments.bandwidth,
-        "flashinfer": "present, not compared" if flashinfer else "absent",
+        "flashinfer": flashinfer,
     }

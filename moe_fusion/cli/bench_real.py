@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import fields
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from torch import Tensor
 import moe_fusion
 import moe_fusion.op  # registers the op
 from moe_fusion import reference
+from moe_fusion.cli import bench_flashinfer
 from moe_fusion.cli.bench_cases import Case, byte_floor_us
+from moe_fusion.cli.bench_flashinfer import FLASHINFER
 from moe_fusion.cli.bench_graphs import Outputs, Settings, launch_us, time_path, warm_up
 from moe_fusion.cli.bench_results import FUSED, Result, Timing
 from moe_fusion.cli.bench_unfused import Unfused
@@ -33,6 +35,26 @@ RankPath = Callable[[TailArguments], Outputs]
 
 BACKEND_BOUND_FACTOR = 2.0
 # An all_reduce of a backend may round the running sum after each of its W - 1 additions.
+
+
+def _as_they_are(args: TailArguments) -> TailArguments:
+    return args
+
+
+@dataclass(frozen=True)
+class Contender:
+    """What is timed.
+
+    Attributes:
+        path: of this rank.
+        bound: the largest error that its outputs may have.
+        prepared: the arguments as the path reads them, made before it is timed.
+    """
+
+    path: RankPath
+    bound: float
+    prepared: Callable[[TailArguments], TailArguments] = _as_they_are
+
 
 WARM_UP_SECONDS = 1.0
 WARM_UP_OF_A_CASE_SECONDS = 0.03
@@ -100,17 +122,22 @@ def symmetric_path(group: dist.ProcessGroup, unfused: Unfused, case: Case) -> Ra
     return lambda args: unfused(args, all_reduce)
 
 
-def paths(
+@contextmanager
+def contenders(
     group: dist.ProcessGroup, unfused: Unfused | None, case: Case
-) -> dict[str, tuple[RankPath, float]]:
-    """Each path by its name, with the largest error that its outputs may have."""
-    found = {FUSED: (fused_path(group), case.bound)}
-    if unfused is not None:
-        bound = BACKEND_BOUND_FACTOR * case.bound
-        found[dist.get_backend(group)] = (backend_path(group, unfused), bound)
-        if torch.cuda.is_available():
-            found[SYMMETRIC] = (symmetric_path(group, unfused, case), bound)
-    return found
+) -> Iterator[dict[str, Contender]]:
+    """What is timed, by name; good inside the block, which all ranks enter and leave together."""
+    found = {FUSED: Contender(fused_path(group), case.bound)}
+    bound = BACKEND_BOUND_FACTOR * case.bound
+    with ExitStack() as workspaces:
+        if unfused is not None:
+            found[dist.get_backend(group)] = Contender(backend_path(group, unfused), bound)
+            if torch.cuda.is_available():
+                found[SYMMETRIC] = Contender(symmetric_path(group, unfused, case), bound)
+            if bench_flashinfer.version() is not None and bench_flashinfer.takes(case):
+                other = workspaces.enter_context(bench_flashinfer.flashinfer_path(group, case))
+                found[FLASHINFER] = Contender(other, bound, bench_flashinfer.prepared)
+        yield found
 
 
 class RealBench:
@@ -153,11 +180,9 @@ class RealBench:
         ranks = [case.inputs(rank, "cuda") for rank in range(case.world_size)]
         exact = reference.tail(ranks, torch.float64)[self._group.rank()]
         own = ranks[self._group.rank()]
-        timings = {
-            name: self._time(path, case, own, exact, bound)
-            for name, (path, bound) in paths(self._group, self._unfused, case).items()
-        }
-        torch.cuda.synchronize()
+        with contenders(self._group, self._unfused, case) as found:
+            timings = {name: self._time(one, case, own, exact) for name, one in found.items()}
+            torch.cuda.synchronize()
         moe_fusion.check()
         two_shot = case.num_tokens >= TWO_SHOT_FROM_TOKENS[case.world_size]
         floor = byte_floor_us(
@@ -165,11 +190,14 @@ class RealBench:
         )
         return Result(case, two_shot, self._launch_us, floor, timings)
 
-    def _time(
-        self, path: RankPath, case: Case, own: TailArguments, exact: Outputs, bound: float
-    ) -> Timing:
+    def _time(self, contender: Contender, case: Case, own: TailArguments, exact: Outputs) -> Timing:
         timing = time_path(
-            lambda _, args: path(args), case, [own], [exact], self._settings, bound=bound
+            lambda _, args: contender.path(args),
+            case,
+            [contender.prepared(own)],
+            [exact],
+            self._settings,
+            bound=contender.bound,
         )
         worst = slowest([timing.error])[0]
         return Timing(timing.us, timing.cold_us, worst, timing.bound)

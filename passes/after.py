@@ -206,7 +206,7 @@ def match_after(first: AllReduce) -> After | NoMatch:
         if stop is not None:
             return stop
     total = _residual_sum(path, norm)
-    path.addends, merged, passed = merge(path.addends, first, path.scale, path.tensor_scales)
+    path.addends, merged, passed = merge(path.addends, first, path.tensor_scales)
     path.interior.extend(passed)
     residual = _take_residual(path, total.value.dtype)
     if isinstance(residual, NoMatch):

@@ -34,15 +34,14 @@ class Merged:
 
 
 def merge(
-    addends: list[Addend], first: AllReduce, scale: float, tensor_scales: tuple[Node, ...]
+    addends: list[Addend], first: AllReduce, tensor_scales: tuple[Node, ...]
 ) -> tuple[list[Addend], list[Merged], list[Node]]:
     """Takes the sums over the group of ``first`` out of the addends, which stay whole without one.
 
     Args:
         addends: what is added to the sum of ``first``.
         first: the all_reduce.
-        scale: the constant that multiplies its sum.
-        tensor_scales: the tensors that do.
+        tensor_scales: the tensors that multiply its sum.
 
     Returns:
         What is still added, the sums, and the nodes from these to the add.
@@ -52,7 +51,7 @@ def merge(
     passed: list[Node] = []
     for addend in addends:
         parts, nodes = opened(addend)
-        alike = [(part, _reduced_alike(part, first, scale, tensor_scales)) for part in parts]
+        alike = [(part, _reduced_alike(part, first, tensor_scales)) for part in parts]
         found = [Merged(other, part) for part, other in alike if other is not None]
         if not found:
             kept.append(addend)
@@ -65,7 +64,7 @@ def merge(
 
 
 def _reduced_alike(
-    addend: Addend, first: AllReduce, scale: float, tensor_scales: tuple[Node, ...]
+    addend: Addend, first: AllReduce, tensor_scales: tuple[Node, ...]
 ) -> AllReduce | None:
     """The all_reduce whose sum ``addend`` is, if that of ``first`` can take its partial."""
     other = reduced_by(addend.node)
@@ -75,19 +74,13 @@ def _reduced_alike(
         return None
     if Counter(addend.tensor_scales) != Counter(tensor_scales):
         return None  # a tensor may differ between ranks: it never crosses a reduction
-    if addend.dtype != dtype(first.input):
-        return None  # the graph keeps their sum in fp32: to round the partials' is one too many
+    if addend.dtype != dtype(first.input) or addend.dtype == torch.float16:
+        # What the graph sums in fp32 would be rounded once too often; in fp16 a rank's sum of two
+        # partials may overflow where that of all ranks does not.
+        return None
     if not all(sole_user(node) for node in _between(other, addend.node)):
         return None
-    return other if _scales_fit(addend.scale, scale, addend.dtype) else None
-
-
-def _scales_fit(one: float, other: float, activation: torch.dtype) -> bool:
-    """Whether one reduction can take both scales: if they differ, the partials are scaled.
-
-    In fp16 a partial that is scaled up may overflow where the scaled sum does not.
-    """
-    return one == other or activation != torch.float16 or max(abs(one), abs(other)) <= 1.0
+    return other
 
 
 def _between(reduced: AllReduce, node: Node) -> list[Node]:

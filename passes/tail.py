@@ -100,6 +100,9 @@ class Tail:
         return (*sent, *collectives, *self.after.interior, *self.after.norm.interior)
 
 
+RESTRIDED = "original_output_strides"  # Inductor's: a whole graph's outputs get these back
+
+
 def match_tail(node: Node) -> Tail | NoMatch:
     """The tail around the all_reduce ``node``, or why there is none."""
     tail = _match(node)
@@ -110,7 +113,10 @@ def _match(node: Node) -> Tail | NoMatch:
     first = match_all_reduce(node)
     if isinstance(first, NoMatch):
         return first
-    if not isinstance(shape(first.input)[-1:] and shape(first.input)[-1], int):
+    sizes = shape(first.input)
+    if not sizes:
+        return NoMatch("the all_reduce is of a single number: expected rows, [T, H]", node)
+    if not isinstance(sizes[-1], int):
         return NoMatch("the hidden size is symbolic: expected a constant", node)
     after = match_after(first)
     if isinstance(after, NoMatch):
@@ -175,13 +181,20 @@ def _check(tail: Tail) -> NoMatch | None:
         if isinstance(node, Node) and _depends_on(node, after.residual_sum.place):
             return NoMatch(f"the norm's {name} is computed from the sum", node)
     for node in after.ends:
-        if (reader := _strided_reader(node)) is not None:
-            return NoMatch("as_strided reads the memory of the sum or of the norm's output", reader)
+        if (reader := _strided_reader(node)) is None:
+            continue
+        if reader.op == "output":
+            return NoMatch("a branch returns what is not contiguous, and keeps its strides", reader)
+        return NoMatch("as_strided reads the memory of the sum or of the norm's output", reader)
     return _read_elsewhere(tail)
 
 
 def _strided_reader(node: Node) -> Node | None:
-    """An ``as_strided`` of what has its strides from ``node``: the op's outputs are contiguous."""
+    """What depends on the strides of ``node``, or has its own from them: the op's are contiguous.
+
+    That is an ``as_strided``, or the end of a graph whose outputs Inductor does not restride, as it
+    does those of a whole graph: one of a ``torch.cond``, whose branches have to agree.
+    """
     value = node.meta["val"]
     if contiguous(tuple(value.shape), value.stride()):
         return None
@@ -189,6 +202,8 @@ def _strided_reader(node: Node) -> Node | None:
     while pending:
         for user in pending.pop().users:
             if calls(user, aten.as_strided.default):
+                return user
+            if user.op == "output" and RESTRIDED not in user.meta:
                 return user
             if user not in seen:
                 seen.add(user)

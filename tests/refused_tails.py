@@ -38,6 +38,12 @@ def maximum(rows, weights, index, shared, residual, norm_weight):
     return norm(total, norm_weight), total
 
 
+@case("the all_reduce is of a single number: expected rows, [T, H]")
+def number(rows, weights, index, shared, residual, norm_weight):
+    total = residual + reduce(shared.mean())
+    return norm(total, norm_weight), total
+
+
 @case("what the all_reduce feeds is read several times (aten.add.Tensor, aten.mul.Tensor)")
 def all_reduce_read_elsewhere(rows, weights, index, shared, residual, norm_weight):
     y = reduced(rows, weights, index)

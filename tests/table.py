@@ -20,7 +20,7 @@ from arithmetic import BIASED, SCALED_AFTER, SCALED_BEFORE, SIGNED_AFTER, SIGNED
 from checks import error
 from families import GATED, OVERFLOW
 from refused_tails import CASES
-from shared_places import PLACES
+from shared_places import AFTER, BEFORE, OWN, PLACES
 from torch_versions import OLD_TORCH
 from tracing import trace
 
@@ -30,7 +30,8 @@ MODES = ("static", "marked", "dynamic")
 BATCH = 8  # rows of one graph
 TOKENS = 10
 
-NONE, BEFORE, AFTER = "none", "before the all_reduce", "after the all_reduce"
+NONE = "none"
+APART = "the sum is an operand of another tail, which is reduced apart"
 FORMS = {"token-major": "token-major rows", "einsum": "token-major rows"}
 
 
@@ -194,6 +195,8 @@ def placed():
         left = (GATED,) * after
         found = Found(((form, shared),), left)
         but = {}
+        if shared == OWN:  # a rank's sum of two partials could overflow where that of all does not
+            but[torch.float16] = Found(((form, AFTER),), (APART,))
         if OLD_TORCH and name == "addcmul of the shared output and its gate":  # in fp32 an add
             but[torch.float32] = Found((("permuted rows", BEFORE),))
         yield Row(name, function, found, but, all_reduces=before, masked=False)

@@ -62,16 +62,25 @@ def test_sums_that_the_graph_adds_in_fp32_are_not_merged(case, dtype):
     assert_exact(traced.output, sum_in_fp32(total_of), data)
 
 
-def test_an_all_reduce_that_was_refused_and_merged_later_is_not_reported_as_left():
-    """fp16: from one of the two sums on, an addend may overflow; from the other, it may not."""
+OVERFLOWING = {
+    "halved": lambda one, two: one * 0.5 + two * 0.5,
+    "unequally": lambda one, two: one * 0.75 + two * 0.25,
+}
+
+
+@each(OVERFLOWING)
+def test_in_fp16_no_rank_adds_two_partials_before_the_reduction(case):
+    """Their sum overflowed on each rank; that of all ranks, scaled or cancelled, does not."""
 
     def function(rows, weights, index, shared, residual, norm_weight):
-        first = (reduce(shared) + residual.sin()) * 2.0
-        total = residual + (first * 0.5 + reduce(shared.flip(0)))
+        total = residual + OVERFLOWING[case](reduce(shared), reduce(shared.flip(0)))
         return norm(total, norm_weight), total
 
-    data = inputs.make(torch.float16, tokens=256)
-    assert_fused(function, data, shared="its own all_reduce and after the all_reduce")
+    data = inputs.make(torch.float16)
+    data.shared.fill_(40000.0)
+    left = {"the sum is an operand of another tail, which is reduced apart": 1}
+    traced = assert_fused(function, data, left=left, shared="after the all_reduce")
+    assert traced.output[1].isfinite().all()
 
 
 REDUCED_TWICE = {

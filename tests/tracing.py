@@ -11,7 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch._inductor.compile_fx import compile_fx, view_to_reshape
+from torch._inductor.compile_fx import (
+    compile_fx,
+    record_original_output_strides,
+    view_to_reshape,
+)
 
 from moe_fusion import FusionConfig, FusionReport, MoEFusionPass
 from moe_fusion.op import OP, OP_EPS_TENSOR
@@ -56,6 +60,7 @@ class Tracer:
 
     def _inner_compile(self, gm: torch.fx.GraphModule, *_: object, **__: object) -> object:
         view_to_reshape(gm)
+        record_original_output_strides(gm)
         self.before.append(render(gm.graph))
         for fx_pass in self.passes:
             fx_pass(gm.graph)

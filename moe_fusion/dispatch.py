@@ -48,9 +48,7 @@ class _Planned:
         """The workspace, if the group of that name is still the one, and the configuration too."""
         group = self.group()
         same = (
-            group is not None
-            and group is known_group(group_name)
-            and self.config is given_config()
+            group is not None and group is known_group(group_name) and self.config is given_config()
         )
         return self.workspace() if same else None
 

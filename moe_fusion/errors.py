@@ -46,7 +46,8 @@ class InferenceOnlyError(MoEFusionError, RuntimeError):
     def __init__(self, op: str = "finalize_allreduce_rms_norm") -> None:
         super().__init__(
             f"moe_fusion::{op} is for inference only: expected no backward "
-            "through it, got a call of backward(); run the model under torch.no_grad()"
+            "through it, got a call of backward(), or a compilation with gradients; "
+            "compile and run the model under torch.no_grad()"
         )
 
 

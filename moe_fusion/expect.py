@@ -25,6 +25,8 @@ def tensor(name: str, value: object) -> None:
 
 def number(name: str, value: object) -> None:
     """``value`` is a number, or what converts to one as a 0-d tensor does."""
+    if isinstance(value, (int, float)):  # a symbol too, of which Dynamo cannot tell its methods
+        return
     if isinstance(value, str) or not hasattr(value, "__float__"):
         raise TypeError(f"{name}: expected a float, got {type(value).__name__}")
 

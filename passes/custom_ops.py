@@ -43,10 +43,13 @@ class AllReduceOp:
         """torch.distributed's name of the group that the op calls ``name``.
 
         Raises:
-            LookupError: the resolver knows no such group.
+            LookupError: the resolver knows no such group, or returns something else than a name.
         """
         listed = dict(self.group_names)
-        return listed[name] if name in listed else self.resolve(name)
+        found = listed[name] if name in listed else self.resolve(name)
+        if isinstance(found, str):
+            return found
+        raise LookupError(f"expected {self.resolver} to return a name, got {found!r}")
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,8 @@ def register_all_reduce(
             for a group that it does not know; such an all_reduce is left alone.
 
     Raises:
-        TypeError: ``op`` is not an op, an argument neither a name nor a position, or
-            ``group_resolver`` not a function of a module.
+        TypeError: ``op`` is not an op, an argument neither a name nor a position, ``group_names``
+            no mapping of names, or ``group_resolver`` not a function of a module.
         ValueError: the op has no such argument, does not fit the description, or is registered as
             something else.
     """
@@ -118,7 +121,7 @@ def register_all_reduce(
         _tensor_argument(overload, "input_arg", input_arg),
         _argument(overload, "group_arg", group_arg),
         reduce_op,
-        tuple(sorted((group_names or {}).items())),
+        _names("group_names", group_names),
         _resolver_name(group_resolver),
         group_resolver or _own_name,
     )
@@ -236,7 +239,9 @@ def _norm_op(
         _number("weight_bias", weight_bias),
         places["norm"],
         places.get("residual"),
-        tuple(sorted((_argument(overload, "requires", k), v) for k, v in (requires or {}).items())),
+        tuple(
+            sorted((_argument(overload, "requires", k), v) for k, v in _items("requires", requires))
+        ),
     )
 
 
@@ -316,6 +321,24 @@ def _tensor_argument(op: OpOverload, parameter: str, argument: Any) -> str:
     if kind not in ("Tensor", "Optional[Tensor]"):
         raise ValueError(f"{parameter}: expected a Tensor argument, got {name!r} of type {kind}")
     return name
+
+
+def _items(parameter: str, given: Any) -> list[tuple[Any, Any]]:
+    """Of a mapping that may be left out."""
+    if given is None:
+        return []
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{parameter}: expected a mapping, got {type(given).__name__}")
+    return list(given.items())
+
+
+def _names(parameter: str, given: Any) -> tuple[tuple[str, str], ...]:
+    """The pairs of a mapping of names, sorted."""
+    pairs = _items(parameter, given)
+    for name in (name for pair in pairs for name in pair):
+        if not isinstance(name, str):
+            raise TypeError(f"{parameter}: expected names of groups, got {name!r}")
+    return tuple(sorted(pairs))
 
 
 def _number(parameter: str, value: Any) -> float:

@@ -157,11 +157,11 @@ class MoEFusionPass(CustomGraphPass):
         """Identifies the pass in compile-cache keys: another answer here means another graph.
 
         Covers the package's sources, the versions of torch and triton, the whole configuration, the
-        registered ops, and of each of this process's groups the name, the topology and whether its
-        ranks agree. None, so that nothing is cached, while that is not known of a group: the pass
-        then runs, and waits for the ranks of the tails that it finds.
+        sizes that are served, the registered ops, and of each of this process's groups the name,
+        the topology and whether its ranks agree. None, so that nothing is cached, while that is not
+        known of a group: the pass then runs, and waits for the ranks of the tails that it finds.
         """
-        return cache_key(self.config)
+        return cache_key(self.config, self.served)
 
 
 def _ends_a_finalize(node: Node) -> bool:

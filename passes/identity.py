@@ -102,8 +102,13 @@ def _known_soon(config: FusionConfig) -> dict[str, Verdict | None]:
         time.sleep(limits.BALLOT_POLL_INTERVAL_S)
 
 
-def cache_key(config: FusionConfig) -> bytes | None:
-    """What tells graphs of this process apart from others; None while a verdict is not known."""
+def cache_key(config: FusionConfig, served: range | None = None) -> bytes | None:
+    """What tells graphs of this process apart from others; None while a verdict is not known.
+
+    Args:
+        config: of the pass.
+        served: the numbers of tokens that its graphs serve without a guard, if it was told.
+    """
     verdicts = _known_soon(config)
     if None in verdicts.values():
         return None
@@ -111,5 +116,5 @@ def cache_key(config: FusionConfig) -> bytes | None:
         (name, probe(group), getattr(verdicts.get(name), "reason", None) is None)
         for name, group in sorted(known_groups().items())
     ]
-    known = (versions(), config, groups, registrations())
+    known = (versions(), config, served, groups, registrations())
     return hashlib.sha256(repr(known).encode()).digest()

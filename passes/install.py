@@ -131,10 +131,17 @@ def install(config: FusionConfig | None = None) -> FusionReport:
 
 
 def uninstall() -> None:
-    """Put back what was in the slot before this thread called ``install``, if it did."""
-    if _thread.installed is not None:
-        _restore(_thread.installed)
-        _thread.installed = None
+    """Put back what was in the slot before this thread called ``install``, if it did.
+
+    What somebody else has put there since stays.
+    """
+    installed, _thread.installed = _thread.installed, None
+    if installed is None:
+        return
+    if isinstance(getattr(inductor_config, _SLOT), (MoEFusionPass, ChainedPass, list, tuple)):
+        _restore(installed)
+    else:
+        _thread.configure(installed.config)
 
 
 @contextmanager

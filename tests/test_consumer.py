@@ -246,6 +246,41 @@ def test_the_module_starts_as_a_norm_without_a_weight(weight_bias):
     assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_numbers_that_change_are_compiled_without_a_break(dynamic):
+    """Symbols, from the second on or at once: Dynamo could not tell whether they are numbers."""
+    data = inputs.make(torch.float32, missing=True)
+
+    def function(rows, residual, eps, output_scale, weight_bias):
+        return finalize_allreduce_rms_norm(
+            rows,
+            residual,
+            data.norm_weight,
+            eps,
+            output_scale=output_scale,
+            weight_bias=weight_bias,
+        )
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for numbers in ((1e-6, 1.0, 0.0), (1e-3, 0.5, 1.0), (1e-2, -2.0, 0.5)):
+        with torch.no_grad():
+            got = compiled(data.shared, data.residual, *numbers)
+        want = function(data.shared, data.residual, *numbers)
+        assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+
+
+def test_layers_with_an_eps_each_are_compiled_one_by_one():
+    data = inputs.make(torch.float32, missing=True)
+    norms = [MoETailRMSNorm(H, eps).requires_grad_(False) for eps in (1e-6, 1e-3, 1e-2)]
+    wanted = [norm(data.shared, data.residual) for norm in norms]
+    torch._dynamo.reset()
+    for norm, want in zip(norms, wanted, strict=True):
+        norm.compile(fullgraph=True, backend="aot_eager")
+        got = norm(data.shared, data.residual)
+        assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+
+
 WRONG_MODULES = [
     ({"hidden_dim": 0}, ValueError, "hidden_dim: expected at least 1, got 0"),
     ({"hidden_dim": (H,)}, TypeError, "hidden_dim: expected an int, got tuple"),

@@ -292,6 +292,10 @@ def test_an_argument_that_is_required():
 
 def test_an_argument_that_is_required_has_to_exist():
     moe_fusion.unregister_op(OPS.rms_norm)
+    with pytest.raises(TypeError, match="requires: expected a mapping, got list"):
+        moe_fusion.register_rms_norm(
+            OPS.rms_norm, input="input", weight="weight", eps=2, requires=["size"]
+        )
     with pytest.raises(ValueError, match=r"requires: expected one of .*, got 'size'"):
         moe_fusion.register_rms_norm(
             OPS.rms_norm, input="input", weight="weight", eps=2, requires={"size": None}

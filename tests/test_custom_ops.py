@@ -84,6 +84,18 @@ def test_a_group_that_a_function_finds():
     assert "0x" not in text  # no address: the same in every process
 
 
+def numbered(group):
+    return 0
+
+
+def test_a_group_that_a_function_finds_no_name_of_is_left():
+    moe_fusion.register_all_reduce(
+        OPS.tp_all_reduce, group_arg="group_name", group_resolver=numbered
+    )
+    reason = f"the group '0' is not known: expected {__name__}.numbered to return a name, got 0"
+    assert_left(tail(lambda x: OPS.tp_all_reduce(x, "0")), inputs.make(), reason)
+
+
 def test_a_listed_group_is_not_looked_up():
     names = {"tp:1": "0"}
     moe_fusion.register_all_reduce(
@@ -203,6 +215,16 @@ def test_the_uuid_covers_registrations():
             (OPS.all_reduce, {"group_arg": 1, "group_resolver": "0"}),
             TypeError,
             "group_resolver: expected a function of a module, got '0'",
+        ),
+        (
+            (OPS.all_reduce, {"group_arg": 1, "group_names": ["0"]}),
+            TypeError,
+            "group_names: expected a mapping, got list",
+        ),
+        (
+            (OPS.all_reduce, {"group_arg": 1, "group_names": {"tp:0": 0}}),
+            TypeError,
+            "group_names: expected names of groups, got 0",
         ),
         (
             (torch.ops.aten.native_layer_norm, {"group_arg": 1}),

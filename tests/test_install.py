@@ -250,6 +250,33 @@ def test_installing_again_finds_our_pass_among_others():
     assert theirs.all_reduces == last.all_reduces == [0]
 
 
+@pytest.mark.parametrize("around", [False, True], ids=["instead", "around ours"])
+def test_uninstalling_leaves_what_another_has_put_in_our_place(around):
+    """It was thrown away: the slot was set to what was there before us."""
+    moe_fusion.install(CONFIG)
+    theirs = inductor_config.post_grad_custom_pre_pass = Wrapped(slot()) if around else Counting()
+    moe_fusion.uninstall()
+    assert slot() is theirs
+    assert active_config() == FusionConfig()
+
+
+def test_uninstalling_after_a_patch_of_the_slot_does_not_bring_it_back():
+    theirs = Counting()
+    with inductor_config.patch(post_grad_custom_pre_pass=theirs):
+        moe_fusion.install(CONFIG)
+    assert slot() is None
+    moe_fusion.uninstall()
+    assert slot() is None
+
+
+class Wrapped(Counting):
+    """Another library's pass that calls ours."""
+
+    def __init__(self, ours):
+        super().__init__()
+        self.ours = ours
+
+
 @pytest.mark.parametrize("held", [None, Counting()], ids=["empty", "theirs"])
 def test_uninstalling_what_is_not_installed_changes_nothing(held):
     inductor_config.post_grad_custom_pre_pass = held
@@ -337,6 +364,12 @@ def test_the_uuid_covers_every_field_of_the_configuration():
         FusionConfig(),
     ]
     assert len({uuid(config) for config in configurations}) == len(configurations)
+
+
+def test_the_uuid_covers_the_sizes_that_are_served():
+    """Of a symbolic T a graph has no guard where they are told."""
+    told = [MoEFusionPass(CONFIG, served=served).uuid() for served in (None, range(1, 9), range(9))]
+    assert len(set(told)) == 3
 
 
 def test_the_uuid_covers_groups_and_their_sizes():

@@ -12,6 +12,7 @@ from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
 from moe_fusion.config import FusionConfig
 from moe_fusion.integrations.vllm_ops import device_group_names
 from moe_fusion.passes.fusion_pass import MoEFusionPass
+from moe_fusion.passes.identity import cache_key
 from moe_fusion.passes.report import FusionReport
 
 # What a graph serves in those of vLLM's modes that compile one graph and tell no range.
@@ -50,11 +51,12 @@ class VllmFusionPass(InductorPass):  # type: ignore[misc]  # mypy does not follo
     def uuid(self) -> str:
         """Identifies the pass in the keys of vLLM's cache and of Inductor's.
 
-        Covers what :meth:`MoEFusionPass.uuid` does, torch.distributed's names of vLLM's groups,
-        which are in the rewritten graphs, and the user's own pass. While a rank has not answered,
-        it is another text at every call, since vLLM has no word for what is not to be cached.
+        Covers what :meth:`MoEFusionPass.uuid` does but for the range, which is in vLLM's own keys,
+        torch.distributed's names of vLLM's groups, which are in the rewritten graphs, and the
+        user's own pass. While a rank has not answered, it is another text at every call, since vLLM
+        has no word for what is not to be cached.
         """
-        fusion = self.fusion.uuid() or secrets.token_bytes()
+        fusion = cache_key(self.fusion.config) or secrets.token_bytes()
         facts: dict[Any, Any] = {
             "fusion": fusion.hex(),
             "groups": device_group_names(),

@@ -66,3 +66,18 @@ def make_fake_group(world_size: int) -> int:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     return world_size
+
+
+@pytest.fixture
+def empty_slot() -> Iterator[None]:
+    """Nothing is installed before the test and after it."""
+    import torch._inductor.config as inductor_config
+
+    import moe_fusion
+    from moe_fusion.config import active_config
+
+    with inductor_config.patch(post_grad_custom_pre_pass=None):
+        yield
+        moe_fusion.uninstall()
+        inductor_config.post_grad_custom_pre_pass = None
+    assert active_config() == moe_fusion.FusionConfig()

@@ -67,6 +67,7 @@ COPIED = "aten.repeat comes between the all_reduce and the norm"
 MIXED = "aten.mul.Tensor comes between the all_reduce and the norm"
 READ_BY_STREAMS = "what the all_reduce feeds is read several times (aten.div.Tensor, aten.neg)"
 READ_TWICE = "what the all_reduce feeds is read several times (aten.add.Tensor, aten.reshape)"
+APART = "the sum is an operand of another tail, which is reduced apart"
 ELSEWHERE = "another all_reduce of the same sum has the finalize"
 OVERFLOW = "an addend that is scaled up alone could overflow float16"
 REDUCED_FIRST = "the all_reduce comes before the finalize"
@@ -111,6 +112,8 @@ class Family:
 
     def found(self, dtype: str, shapes: str) -> tuple[str | None, dict[str, int]]:
         """``shared`` and ``refused``, in one dtype and one way of naming sizes."""
+        if self.shared == OWN and dtype == "fp16":  # a rank's sum of two partials could overflow
+            return AFTER, {**self.refused, ELSEWHERE if self.scaled else APART: 1}
         if not self.scaled or shapes != "dynamic":
             return self.shared, self.refused
         if self.shared == OWN:  # a tensor may differ by rank: it stays on its side of the reduction

@@ -18,7 +18,7 @@ import spellings
 import torch
 from arithmetic import BIASED, SCALED_AFTER, SCALED_BEFORE, SIGNED_AFTER, SIGNED_BEFORE, WITH_ADDEND
 from checks import error
-from families import GATED, OVERFLOW
+from families import APART, GATED, OVERFLOW
 from refused_tails import CASES
 from shared_places import AFTER, BEFORE, OWN, PLACES
 from torch_versions import OLD_TORCH
@@ -31,7 +31,6 @@ BATCH = 8  # rows of one graph
 TOKENS = 10
 
 NONE = "none"
-APART = "the sum is an operand of another tail, which is reduced apart"
 FORMS = {"token-major": "token-major rows", "einsum": "token-major rows"}
 
 
